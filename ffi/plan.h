@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The planner: which implementation answers a problem on a device, and with what
+// geometry. One pure function of static shapes and device facts; no CUDA, no XLA, no
+// device access, nothing that a recorded graph could freeze wrongly.
+//
+// It is called at two moments. The lowering calls it with global rows and fixes the
+// implementation (the FFI target) and the workspace bytes a row. The handler calls it with
+// the rows it really got, on the device it really runs on, for the geometry within that
+// workspace. It gates on capacities, never on the name of an architecture.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+namespace jax_topk {
+
+enum class ScoreType { kF32, kBF16, kF16, kOther };
+enum class Platform { kCpu, kCuda, kOther };
+enum class Implementation {
+  kNone,   // asked for: the planner decides. In a plan: nothing fits, see `reason`
+  kXla,    // the reference, in XLA's own ops
+  kCpu,    // native CPU handler
+  kRow,    // CUDA, one CTA a row
+  kSplit,  // CUDA, several CTAs a row
+};
+
+struct Problem {
+  int64_t rows;
+  int64_t n;
+  int64_t k;
+  ScoreType type;
+};
+
+// Facts of a device. Zero means unknown.
+struct Device {
+  Platform platform = Platform::kOther;
+  int64_t compute_capability = 0;   // 80, 90, 121
+  int64_t num_sms = 0;
+  int64_t shared_memory_bytes = 0;  // most that one block may opt in to
+};
+
+// A plan given by hand, for tests: bends the geometry so that small inputs reach every
+// path. Zero leaves a number to the planner. No answer depends on any of them.
+struct Geometry {
+  int64_t ctas_per_row = 0;
+  int64_t capacity = 0;
+  int64_t num_samples = 0;
+  int64_t grid = 0;
+  int64_t num_threads = 0;
+};
+inline constexpr int64_t kGeometryFields = 5;
+
+struct Plan {
+  Implementation implementation = Implementation::kNone;
+  int64_t num_threads = 0;          // of a CTA
+  int64_t ctas_per_row = 0;         // most that share a row; short rows use fewer
+  int64_t min_chunk = 0;            // columns below which a further CTA does not pay
+  int64_t grid = 0;                 // CTAs launched; they loop over rows beyond that
+  int64_t capacity = 0;             // survivors that fit in shared memory
+  int64_t num_samples = 0;          // most scores sampled for the threshold
+  int64_t shared_memory_bytes = 0;  // dynamic, of a CTA
+  int64_t workspace_bytes_per_row = 0;
+  std::string reason;               // in words
+};
+
+// What the kernels are built for ------------------------------------------------------
+
+inline constexpr int64_t kMaxK = 4096;
+inline constexpr int64_t kMaxColumns = 2147483647;
+inline constexpr int64_t kMinComputeCapability = 80;
+inline constexpr int64_t kMinSharedMemoryBytes = 48 << 10;
+inline constexpr int64_t kNumBins = 1024;     // of a histogram
+inline constexpr int64_t kScratchBytes = 1024;  // block-wide scalars and scan storage
+inline constexpr int64_t kMaxSamples = 16384;
+inline constexpr int64_t kMaxCtasPerRow = 64;
+inline constexpr int64_t kMaxGrid = 1 << 20;
+
+// Planner thresholds ------------------------------------------------------------------
+
+// Rows that fit are loaded whole, without a sample.
+inline constexpr int64_t kCapacity = 8192;
+// On longer rows the threshold of 16384 samples leaves more survivors.
+inline constexpr int64_t kLongRow = 1 << 18;
+inline constexpr int64_t kLongRowCapacity = 12288;
+// A row that one CTA reads while the others idle.
+inline constexpr int64_t kMinSplitColumns = 32768;
+inline constexpr int64_t kMinChunk = 8192;
+
+// Nothing is known of the device (export, or lowering for CUDA on a host without a GPU):
+// the implementation must suit any, and the handler plans the geometry anew.
+inline constexpr Device kPortableDevice = {Platform::kCuda, kMinComputeCapability, 48,
+                                           kMinSharedMemoryBytes};
+
+namespace plan_internal {
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+inline int64_t PowerOfTwoAtLeast(int64_t x) {
+  int64_t p = 1;
+  while (p < x) p *= 2;
+  return p;
+}
+
+inline std::string Number(int64_t x) { return std::to_string(x); }
+
+inline std::string Columns(const Problem& problem) {
+  return Number(problem.rows) + (problem.rows == 1 ? " row of " : " rows of ") +
+         Number(problem.n) + " columns";
+}
+
+}  // namespace plan_internal
+
+inline const char* Name(Implementation implementation) {
+  switch (implementation) {
+    case Implementation::kXla:
+      return "xla";
+    case Implementation::kCpu:
+      return "cpu";
+    case Implementation::kRow:
+      return "row";
+    case Implementation::kSplit:
+      return "split";
+    case Implementation::kNone:
+      break;
+  }
+  return "";
+}
+
+// Dynamic shared memory of a CTA: scratch, histogram, survivors, and the permutation that
+// orders the selected (select.cuh).
+inline int64_t SharedMemoryBytes(int64_t k, int64_t capacity) {
+  return kScratchBytes + 4 * kNumBins + 8 * capacity +
+         plan_internal::RoundUp(2 * k, 16);
+}
+
+// Workspace of a row: arrival word, a count a CTA, and k composites a CTA (row_state.cuh).
+inline int64_t WorkspaceHeaderBytes(int64_t ctas_per_row) {
+  return plan_internal::RoundUp(8 + 4 * ctas_per_row, 16);
+}
+
+inline int64_t WorkspaceBytesPerRow(int64_t k, int64_t ctas_per_row) {
+  return plan_internal::RoundUp(WorkspaceHeaderBytes(ctas_per_row) + 8 * k * ctas_per_row,
+                                16);
+}
+
+// The most CTAs a row whose workspace fits in `bytes`.
+inline int64_t CtasThatFit(int64_t k, int64_t bytes) {
+  int64_t ctas = std::min(kMaxCtasPerRow, bytes / (8 * k + 4));
+  while (ctas > 0 && WorkspaceBytesPerRow(k, ctas) > bytes) --ctas;
+  return ctas;
+}
+
+// `requested`: kNone lets the planner choose. `workspace_bytes_per_row`: what the handler
+// got; negative at lowering, when the plan is what decides it.
+inline Plan MakePlan(const Problem& problem, const Device& given,
+                     Implementation requested = Implementation::kNone,
+                     const Geometry& geometry = {},
+                     int64_t workspace_bytes_per_row = -1) {
+  using plan_internal::CeilDiv;
+  using plan_internal::Columns;
+  using plan_internal::Number;
+  using plan_internal::PowerOfTwoAtLeast;
+
+  const auto answer = [](Implementation implementation, std::string reason) {
+    Plan plan;
+    plan.implementation = implementation;
+    plan.reason = std::move(reason);
+    return plan;
+  };
+  // What speaks against our own code is a refusal if that code was asked for by name, and
+  // otherwise sends the problem to the reference.
+  const bool chosen_here = requested == Implementation::kNone;
+  const auto refuse = [&](const std::string& why) {
+    return answer(chosen_here ? Implementation::kXla : Implementation::kNone, why);
+  };
+
+  if (requested == Implementation::kXla) {
+    return answer(Implementation::kXla, "the reference was asked for by name");
+  }
+  if (problem.type == ScoreType::kOther) {
+    return refuse(
+        "the native implementations take float32, bfloat16 and float16 scores only");
+  }
+  if (problem.n > kMaxColumns) {
+    return refuse("indices are int32, so a row has at most " + Number(kMaxColumns) +
+                  " columns, not " + Number(problem.n));
+  }
+  const bool wants_cpu = requested == Implementation::kCpu;
+  if (given.platform == Platform::kCpu) {
+    if (!chosen_here && !wants_cpu) {
+      return refuse("the CUDA kernels need a CUDA device, and this is a CPU");
+    }
+    return answer(Implementation::kCpu, "the native handler serves every shape on a CPU");
+  }
+  if (given.platform != Platform::kCuda) {
+    return refuse("there is native code for CPU and CUDA only");
+  }
+  if (wants_cpu) return refuse("the CPU handler needs a CPU, and this is a CUDA device");
+
+  // CUDA from here on.
+  const bool known = given.compute_capability > 0 && given.num_sms > 0 &&
+                     given.shared_memory_bytes > 0;
+  const Device& device = known ? given : kPortableDevice;
+  if (device.compute_capability < kMinComputeCapability) {
+    return refuse("the kernels need compute capability " +
+                  Number(kMinComputeCapability) + " and the device has " +
+                  Number(device.compute_capability));
+  }
+  if (problem.k > kMaxK) {
+    return refuse("the kernels select at most " + Number(kMaxK) + " of a row, and k is " +
+                  Number(problem.k));
+  }
+  if (device.shared_memory_bytes < kMinSharedMemoryBytes) {
+    return refuse("the kernels need " + Number(kMinSharedMemoryBytes) +
+                  " bytes of shared memory a block and the device grants " +
+                  Number(device.shared_memory_bytes));
+  }
+  const int64_t rows = std::max<int64_t>(problem.rows, 1);
+  const int64_t n = std::max<int64_t>(problem.n, 1);
+  const int64_t k = std::max<int64_t>(problem.k, 1);
+
+  Plan plan;
+
+  // Survivors' slots: as many as wanted, as few as the sort of k needs, never more than
+  // the device grants. The least fits in kMinSharedMemoryBytes for every k up to kMaxK.
+  const int64_t least = std::max<int64_t>(PowerOfTwoAtLeast(k), 64);
+  const int64_t most = (device.shared_memory_bytes - SharedMemoryBytes(k, 0)) / 8;
+  int64_t wanted = n > kLongRow ? std::max(kLongRowCapacity, 4 * k)
+                                : std::max(kCapacity, 3 * k);
+  if (geometry.capacity > 0) wanted = geometry.capacity;
+  plan.capacity = std::clamp(wanted, least, most);
+  plan.shared_memory_bytes = SharedMemoryBytes(k, plan.capacity);
+  plan.num_samples = geometry.num_samples > 0 ? geometry.num_samples : kMaxSamples;
+  plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
+
+  // CTAs a row: those that would idle otherwise, each with a chunk worth reading.
+  const auto ctas_for = [&](int64_t of_rows) {
+    const int64_t spread =
+        std::min(device.num_sms / of_rows, CeilDiv(n, kMinChunk));
+    return n < kMinSplitColumns
+               ? int64_t{1}
+               : std::clamp<int64_t>(spread, 1, kMaxCtasPerRow);
+  };
+  int64_t ctas = ctas_for(rows);
+  plan.min_chunk = kMinChunk;
+  if (geometry.ctas_per_row > 0) {
+    ctas = std::min(geometry.ctas_per_row, kMaxCtasPerRow);
+    plan.min_chunk = 1;
+  }
+  const bool split =
+      requested == Implementation::kSplit || (chosen_here && ctas > 1);
+
+  if (!split) {
+    plan.implementation = Implementation::kRow;
+    plan.ctas_per_row = 1;
+    // Alone on its SM a CTA wants all the threads; two together hide each other's
+    // barriers.
+    plan.num_threads = rows <= device.num_sms ? 1024 : 512;
+    plan.grid = std::min(rows, kMaxGrid);
+    plan.reason =
+        !chosen_here ? "asked for by name"
+        : n < kMinSplitColumns
+            ? Number(n) + " columns are few enough for one CTA a row"
+            : Columns(problem) + " fill " + Number(device.num_sms) +
+                  " SMs with one CTA a row";
+  } else {
+    plan.implementation = Implementation::kSplit;
+    if (workspace_bytes_per_row < 0) {
+      // Rows may be sharded: leave room for the CTAs that up to 8 times fewer rows want.
+      const int64_t room = geometry.ctas_per_row > 0
+                               ? ctas
+                               : std::min(ctas_for(1), 8 * ctas);
+      plan.workspace_bytes_per_row = WorkspaceBytesPerRow(k, room);
+    } else {
+      plan.workspace_bytes_per_row = workspace_bytes_per_row;
+      const int64_t fit = CtasThatFit(k, workspace_bytes_per_row);
+      if (fit < 1) {
+        return answer(Implementation::kNone,
+                      "a row needs " + Number(WorkspaceBytesPerRow(k, 1)) +
+                          " bytes of workspace and got " +
+                          Number(workspace_bytes_per_row));
+      }
+      ctas = std::min(ctas, fit);
+    }
+    plan.ctas_per_row = ctas;
+    plan.num_threads = 1024;
+    plan.grid = std::min(rows, std::max<int64_t>(kMaxGrid / ctas, 1)) * ctas;
+    plan.reason = !chosen_here
+                      ? "asked for by name"
+                      : Columns(problem) + " leave SMs idle with one CTA a row (" +
+                            Number(device.num_sms) + " SMs), so " + Number(ctas) +
+                            " CTAs share each";
+  }
+  if (geometry.num_threads > 0) {
+    plan.num_threads = geometry.num_threads <= 512 ? 512 : 1024;
+  }
+  if (geometry.grid > 0) {
+    plan.grid = std::min(plan.grid, std::max<int64_t>(geometry.grid / plan.ctas_per_row,
+                                                      1) *
+                                        plan.ctas_per_row);
+  }
+  if (!known) plan.reason += "; the device is not known here, so this is the portable plan";
+  return plan;
+}
+
+}  // namespace jax_topk
