@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named score distributions, each aimed at one way in which a selection goes wrong.
+
+A distribution is a function (rng, rows, n, k, dtype) -> scores[rows, n]. Tests use them
+side by side, one row each, so that one compiled shape is checked against all of them.
+"""
+
+import zlib
+
+import ml_dtypes
+import numpy as np
+
+DISTRIBUTIONS = {}
+
+
+def _distribution(function):
+    def cast(rng, rows, n, k, dtype):
+        with np.errstate(all="ignore"):  # 16-bit overflow to inf is welcome
+            winners = min(max(k, 1), n)
+            scores = np.asarray(function(rng, rows, n, winners, np.dtype(dtype)))
+            return np.ascontiguousarray(scores.astype(dtype, copy=False))
+
+    DISTRIBUTIONS[function.__name__] = cast
+    return cast
+
+
+def generator(*seed):
+    """A random generator that depends on the given words and numbers alone."""
+    return np.random.default_rng(zlib.crc32(repr(seed).encode()))
+
+
+def batch(n, k, dtype, names=None):
+    """One row of each distribution: (labels, scores[len(labels), n])."""
+    labels = list(DISTRIBUTIONS if names is None else names)
+    name = np.dtype(dtype).name
+    rows = [
+        DISTRIBUTIONS[label](generator(label, n, k, name), 1, n, k, dtype)
+        for label in labels
+    ]
+    return labels, np.concatenate(rows)
+
+
+def from_bits(rng, shape, dtype):
+    """Uniformly random bit patterns: every exponent, NaN payload and sign."""
+    return (
+        np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype)
+        .reshape(shape)
+        .copy()
+    )
+
+
+def _unsigned(dtype):
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def _mantissa_bits(dtype):
+    return ml_dtypes.finfo(dtype).nmant
+
+
+def _exponent_mask(dtype):
+    """The bits of +inf."""
+    return int(np.array(np.inf, dtype).view(_unsigned(dtype)))
+
+
+def _nans(rng, shape, dtype):
+    """NaNs of random sign and random, nonzero payload."""
+    unsigned = _unsigned(dtype)
+    payload = rng.integers(1, 1 << _mantissa_bits(dtype), shape)
+    sign = rng.integers(0, 2, shape) << (8 * dtype.itemsize - 1)
+    return (payload | sign | _exponent_mask(dtype)).astype(unsigned).view(dtype)
+
+
+def _scatter(rng, scores, columns, winners):
+    """Puts `winners` into the given columns of each row."""
+    scores[:, columns] = winners
+    return scores
+
+
+def _random_columns(rng, n, count):
+    return rng.permutation(n)[:count]
+
+
+# Ordinary.
+
+
+@_distribution
+def normal(rng, rows, n, k, dtype):
+    return rng.standard_normal((rows, n), np.float32)
+
+
+@_distribution
+def uniform(rng, rows, n, k, dtype):
+    return rng.random((rows, n), np.float32)
+
+
+@_distribution
+def small_negatives(rng, rows, n, k, dtype):
+    return -1e-3 * np.abs(rng.standard_normal((rows, n), np.float32)) - 1e-4
+
+
+@_distribution
+def every_magnitude(rng, rows, n, k, dtype):
+    exponents = rng.uniform(-44, 38, (rows, n)) if dtype != np.float16 else None
+    if exponents is None:
+        exponents = rng.uniform(-7.5, 4.7, (rows, n))
+    sign = rng.choice([-1.0, 1.0], (rows, n))
+    return sign * 10.0**exponents
+
+
+# Narrow: all scores share the leading bits, so a coarse digit sees one bin.
+
+
+@_distribution
+def narrow_bin(rng, rows, n, k, dtype):
+    return rng.uniform(1.0, 1.245, (rows, n))
+
+
+@_distribution
+def narrow_around_mean(rng, rows, n, k, dtype):
+    return 12.5 * (1 + 0.02 * rng.standard_normal((rows, n)))
+
+
+@_distribution
+def narrow_hundredth(rng, rows, n, k, dtype):
+    return 1 + 0.01 * rng.random((rows, n))
+
+
+@_distribution
+def neighbouring_floats(rng, rows, n, k, dtype):
+    """Few adjacent bit patterns: only the lowest bits differ."""
+    one = int(np.array(1.5, dtype).view(_unsigned(dtype)))
+    return (one + rng.integers(0, 64, (rows, n))).astype(_unsigned(dtype)).view(dtype)
+
+
+@_distribution
+def descending_above_fp16(rng, rows, n, k, dtype):
+    """Integers above 65504, where an fp16 digit saturates."""
+    return np.broadcast_to(65505.0 + np.arange(n)[::-1], (rows, n))
+
+
+@_distribution
+def outlier_max(rng, rows, n, k, dtype):
+    """One huge score stretches the range so that all the others share one bin."""
+    scores = rng.standard_normal((rows, n), np.float32)
+    scores[:, n // 3] = 6e4 if dtype == np.float16 else 1e30
+    return scores
+
+
+@_distribution
+def outlier_min(rng, rows, n, k, dtype):
+    scores = 1 + 0.01 * rng.random((rows, n))
+    scores[:, n // 2] = -6e4 if dtype == np.float16 else -1e30
+    return scores
+
+
+# Plateaus and ties.
+
+
+@_distribution
+def plateau(rng, rows, n, k, dtype):
+    """Almost all scores are exactly 0 and the k-th value may be 0."""
+    return np.maximum(rng.standard_normal((rows, n), np.float32) - 3, 0)
+
+
+@_distribution
+def half_zeros(rng, rows, n, k, dtype):
+    return np.maximum(rng.standard_normal((rows, n), np.float32), 0)
+
+
+@_distribution
+def all_equal(rng, rows, n, k, dtype):
+    return np.full((rows, n), -2.75)
+
+
+@_distribution
+def signed_zeros(rng, rows, n, k, dtype):
+    return rng.choice([0.0, -0.0], (rows, n))
+
+
+@_distribution
+def groups_of_four(rng, rows, n, k, dtype):
+    values = np.repeat(rng.standard_normal((rows, n // 4 + 1)), 4, axis=-1)[:, :n]
+    return rng.permuted(values, axis=-1)
+
+
+@_distribution
+def bf16_rounded(rng, rows, n, k, dtype):
+    return rng.standard_normal((rows, n), np.float32).astype(ml_dtypes.bfloat16)
+
+
+@_distribution
+def two_plateaus(rng, rows, n, k, dtype):
+    return rng.choice([0.5, 2.0], (rows, n))
+
+
+@_distribution
+def three_plateaus_and_noise(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n))
+    return np.where(rng.random((rows, n)) < 0.9, rng.integers(-1, 2, (rows, n)), scores)
+
+
+@_distribution
+def winners_last(rng, rows, n, k, dtype):
+    """Too few winners (k / 4), at the end of a row of equal scores."""
+    scores = np.full((rows, n), 0.25)
+    count = max(k // 4, 1)
+    scores[:, n - count :] = 1 + rng.random((rows, count))
+    return scores
+
+
+@_distribution
+def k_winners_on_a_plateau(rng, rows, n, k, dtype):
+    scores = np.zeros((rows, n))
+    return _scatter(rng, scores, _random_columns(rng, n, k), 1 + rng.random(k))
+
+
+@_distribution
+def k_minus_one_winners_on_a_plateau(rng, rows, n, k, dtype):
+    scores = np.zeros((rows, n))
+    return _scatter(rng, scores, _random_columns(rng, n, k - 1), 1 + rng.random(k - 1))
+
+
+@_distribution
+def k_plus_one_winners_on_a_plateau(rng, rows, n, k, dtype):
+    scores = np.full((rows, n), -7.0)
+    count = min(k + 1, n)
+    return _scatter(rng, scores, _random_columns(rng, n, count), 1 + rng.random(count))
+
+
+@_distribution
+def late_plateau(rng, rows, n, k, dtype):
+    """Every tie sits in the last tenth of the row, above all the rest."""
+    scores = rng.standard_normal((rows, n)) - 10
+    scores[:, n - n // 10 - 1 :] = 4.0
+    return scores
+
+
+# Order within the row.
+
+
+@_distribution
+def sorted_up(rng, rows, n, k, dtype):
+    return np.sort(rng.standard_normal((rows, n), np.float32), axis=-1)
+
+
+@_distribution
+def sorted_down(rng, rows, n, k, dtype):
+    return np.sort(rng.standard_normal((rows, n), np.float32), axis=-1)[:, ::-1]
+
+
+@_distribution
+def sawtooth(rng, rows, n, k, dtype):
+    return np.broadcast_to(np.arange(n) % 61, (rows, n))
+
+
+@_distribution
+def sawtooth_of_a_power_of_two(rng, rows, n, k, dtype):
+    """A period that a strided sample is likely to share."""
+    return np.broadcast_to(np.arange(n) % 32, (rows, n))
+
+
+@_distribution
+def long_teeth(rng, rows, n, k, dtype):
+    return np.broadcast_to(-(np.arange(n) % max(n // 7, 1)), (rows, n))
+
+
+# Against sampling: what decides the answer hides from, or fills, the sample.
+
+
+@_distribution
+def winners_hidden_at_random(rng, rows, n, k, dtype):
+    scores = 1e-3 * rng.standard_normal((rows, n))
+    count = max(k // 2, 1)
+    return _scatter(rng, scores, _random_columns(rng, n, count), 5 + rng.random(count))
+
+
+@_distribution
+def winners_at_regular_strides(rng, rows, n, k, dtype):
+    """Where a strided sample looks: it takes the winners for the whole row."""
+    scores = 1e-3 * rng.standard_normal((rows, n))
+    columns = np.arange(0, n, max(n // k, 1))
+    return _scatter(rng, scores, columns, 5 + rng.random(len(columns)))
+
+
+@_distribution
+def winners_between_regular_strides(rng, rows, n, k, dtype):
+    """Only odd columns hold scores that matter: nowhere an even stride looks."""
+    scores = rng.standard_normal((rows, n))
+    scores[:, ::2] = -100 + 1e-3 * scores[:, ::2]
+    return scores
+
+
+@_distribution
+def even_columns_only(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n))
+    scores[:, 1::2] = -100
+    return scores
+
+
+@_distribution
+def winners_clustered_at_the_end(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n))
+    count = max(k // 2, 1)
+    scores[:, n - count :] += 100
+    return scores
+
+
+@_distribution
+def winners_in_one_region(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n))
+    first = min(n // 3, n - k)
+    scores[:, first : first + k] += 20
+    return scores
+
+
+@_distribution
+def winners_at_both_ends(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n))
+    scores[:, : k // 2] += 20
+    scores[:, n - (k - k // 2) :] += 20
+    return scores
+
+
+@_distribution
+def last_column(rng, rows, n, k, dtype):
+    scores = -1 - rng.random((rows, n))
+    scores[:, -1] = 3.0
+    return scores
+
+
+@_distribution
+def first_column(rng, rows, n, k, dtype):
+    scores = -1 - rng.random((rows, n))
+    scores[:, 0] = 3.0
+    return scores
+
+
+@_distribution
+def quiet_start(rng, rows, n, k, dtype):
+    """The first half says nothing about the second."""
+    scores = 1e-3 * rng.standard_normal((rows, n))
+    scores[:, n // 2 :] = 10 + rng.standard_normal((rows, n - n // 2))
+    return scores
+
+
+# Special values.
+
+
+@_distribution
+def more_inf_than_k(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n), np.float32)
+    columns = _random_columns(rng, n, min(k + max(k // 3, 1), n))
+    return _scatter(rng, scores, columns, np.inf)
+
+
+@_distribution
+def mostly_minus_inf(rng, rows, n, k, dtype):
+    """Fewer than k finite scores: valid -inf entries fill the rest."""
+    scores = np.full((rows, n), -np.inf)
+    count = max(k // 3, 1) if k > 1 else 0
+    winners = rng.standard_normal(count)
+    return _scatter(rng, scores, _random_columns(rng, n, count), winners)
+
+
+@_distribution
+def nan_83_percent(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n), np.float32).astype(dtype)
+    return np.where(rng.random((rows, n)) < 0.83, _nans(rng, (rows, n), dtype), scores)
+
+
+@_distribution
+def nan_everywhere(rng, rows, n, k, dtype):
+    return _nans(rng, (rows, n), dtype)
+
+
+@_distribution
+def one_kind_of_nan(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n), np.float32)
+    scores[rng.random((rows, n)) < 0.5] = np.nan
+    return scores
+
+
+@_distribution
+def negative_nans(rng, rows, n, k, dtype):
+    """NaNs that come last of all, below -inf, and fill most of the row."""
+    sign = _unsigned(dtype).type(1 << (8 * dtype.itemsize - 1))
+    nans = (_nans(rng, (rows, n), dtype).view(_unsigned(dtype)) | sign).view(dtype)
+    scores = rng.choice([-np.inf, -1.0, 0.0], (rows, n)).astype(dtype)
+    return np.where(rng.random((rows, n)) < 0.9, nans, scores)
+
+
+@_distribution
+def random_bits(rng, rows, n, k, dtype):
+    return from_bits(rng, (rows, n), dtype)
+
+
+@_distribution
+def denormals(rng, rows, n, k, dtype):
+    bits = rng.integers(0, 1 << _mantissa_bits(dtype), (rows, n))
+    sign = rng.integers(0, 2, (rows, n)) << (8 * dtype.itemsize - 1)
+    return (bits | sign).astype(_unsigned(dtype)).view(dtype)
+
+
+@_distribution
+def extremes(rng, rows, n, k, dtype):
+    """The values at which a conversion saturates, flushes or loses a sign."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    tiny = float(ml_dtypes.finfo(dtype).smallest_normal)
+    values = np.array([0.0, tiny, tiny / 2, 1.0, 65504, 65536, largest, np.inf])
+    return rng.choice(np.concatenate([values, -values]), (rows, n))
