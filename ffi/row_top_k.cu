@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// `row`: one CTA a row. Any device; prefill, short rows, and the fallback where little
+// shared memory is granted.
+//
+// Protocol of the kernel, per row (select.cuh has the phases):
+//   1. Read the window; a row no longer than k is copied.
+//   2. A row that fits is loaded whole. A longer one is sampled for a threshold and read
+//      once, keeping what passes.
+//   3. Select exactly among what was kept; write it in order; pad.
+// A barrier separates the rows of a CTA: nothing in shared memory outlives its row.
+
+#include "select.cuh"
+
+namespace jax_topk {
+namespace {
+
+// Two CTAs of 512 threads, or one of 1024, an SM: 64 registers a thread.
+template <int kThreads, typename Bits>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    RowTopK(const TopKParams params, uint32_t capacity, uint32_t max_samples) {
+  extern __shared__ __align__(16) char shared[];
+  const Cta<kThreads> cta(shared, capacity);
+  for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
+    SelectRow<kThreads, Bits>(cta, params, row, RowWindow(params, row), max_samples);
+    __syncthreads();
+  }
+}
+
+using Kernel = void (*)(const TopKParams, uint32_t, uint32_t);
+
+Kernel KernelFor(ScoreType type, int64_t num_threads) {
+  if (type == ScoreType::kF32) {
+    return num_threads == 512 ? RowTopK<512, uint32_t> : RowTopK<1024, uint32_t>;
+  }
+  return num_threads == 512 ? RowTopK<512, uint16_t> : RowTopK<1024, uint16_t>;
+}
+
+}  // namespace
+
+cudaError_t PrepareRowTopK(int64_t bytes) {
+  for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
+    for (int64_t num_threads : {512, 1024}) {
+      const cudaError_t error = cudaFuncSetAttribute(
+          KernelFor(type, num_threads), cudaFuncAttributeMaxDynamicSharedMemorySize,
+          static_cast<int>(bytes));
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
+                          cudaStream_t stream) {
+  KernelFor(params.type, plan.num_threads)<<<static_cast<unsigned>(plan.grid),
+                                             static_cast<unsigned>(plan.num_threads),
+                                             plan.shared_memory_bytes, stream>>>(
+      params, static_cast<uint32_t>(plan.capacity),
+      static_cast<uint32_t>(plan.num_samples));
+  return cudaGetLastError();
+}
+
+}  // namespace jax_topk
