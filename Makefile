@@ -14,7 +14,7 @@ BIN := .venv/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 EXTRAS := test$(if $(GPU),$(shell echo ,)cuda13)
 INSTALLED := .venv/installed-$(if $(GPU),gpu,cpu)
-PRETTY := ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu
+CPP := $(wildcard ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu)
 
 .PHONY: help demo test lint format clean
 
@@ -34,13 +34,13 @@ test: $(INSTALLED)
 lint: .venv/linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(PRETTY)
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: .venv/linters
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(PRETTY)
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
