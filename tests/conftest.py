@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test gets: eight CPU devices, the implementations, a watchdog on GPUs."""
+
+import faulthandler
+import os
+
+import jax
+import pytest
+
+# Before any backend exists. The tests leave room for the processes that they start.
+jax.config.update("jax_num_cpu_devices", 8)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import implementations  # noqa: E402
+
+_GPU_TEST_SECONDS = 150  # a kernel that hangs ends the run, with a traceback
+_stderr = None
+
+
+def pytest_configure(config):
+    global _stderr
+    _stderr = os.fdopen(os.dup(2), "w")  # the real one: output is not captured yet
+
+
+def pytest_unconfigure():
+    if _stderr is not None:
+        _stderr.close()
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is None:
+        return
+    reason = implementations.why_no_gpu()
+    if reason and os.environ.get("JAX_TOPK_REQUIRE_GPU") == "1":
+        pytest.fail(f"JAX_TOPK_REQUIRE_GPU=1, but {reason}", pytrace=False)
+    if reason:
+        pytest.skip(f"needs an NVIDIA GPU: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    if item.get_closest_marker("gpu") is None or implementations.why_no_gpu():
+        return (yield)
+    faulthandler.dump_traceback_later(_GPU_TEST_SECONDS, exit=True, file=_stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _parameters(found):
+    return [
+        pytest.param(
+            one, id=str(one), marks=pytest.mark.gpu if one.platform == "cuda" else ()
+        )
+        for one in found
+    ]
+
+
+@pytest.fixture(params=_parameters(implementations.ON_CPU + implementations.ON_GPU))
+def implementation(request):
+    """Each implementation, where it runs."""
+    return request.param
+
+
+@pytest.fixture(
+    params=_parameters(implementations.OTHERS_ON_CPU + implementations.OTHERS_ON_GPU)
+)
+def other_implementation(request):
+    """The planner's choice, and the reference on a GPU."""
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def platform(request):
+    """A platform whose first device is the default one during the test."""
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield request.param

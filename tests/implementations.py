@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementations under test, each a function of NumPy arrays on its own device."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import oracle
+
+import jax_topk
+from jax_topk import _ffi, _top_k
+
+PLANNED = (0, 0, 0, 0, 0)  # every number of the geometry left to the planner
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One implementation on one platform, its geometry bent where one is given.
+
+    Attributes:
+      name: what `implementation=` gets; None lets the planner decide.
+      platform: "cpu" or "cuda".
+      geometry: ctas_per_row, capacity, num_samples, grid, num_threads.
+    """
+
+    name: str | None
+    platform: str
+    geometry: tuple[int, ...] = PLANNED
+
+    @property
+    def device(self):
+        return jax.devices(self.platform)[0]
+
+    def __str__(self):
+        planned = "planned" if self.name is None else self.name
+        native = {"xla": "cpu", "cpu": "cpu", "row": "cuda", "split": "cuda"}
+        suffix = "" if native.get(planned) == self.platform else f"-on-{self.platform}"
+        bent = "" if self.geometry == PLANNED else f"-{self.geometry}".replace(" ", "")
+        return planned + suffix + bent
+
+    def jitted(self, k, sorted=True):
+        """The jitted (scores, lengths, starts) -> TopK; one object for equal arguments.
+
+        Compiled once per shape, so tests that share a shape share the compilation.
+        """
+        return _jitted(self.name, self.geometry, k, sorted)
+
+    def __call__(self, scores, k, lengths=None, starts=None, sorted=True):
+        """The answer as NumPy arrays."""
+        operands = jax.device_put((scores, lengths, starts), self.device)
+        return jax.device_get(self.jitted(k, sorted)(*operands))
+
+    def check(self, scores, k, lengths=None, starts=None, sorted=True, **known):
+        """Asserts that the answer is right, bit for bit."""
+        given = (scores, k, lengths, starts, sorted)
+        oracle.check(self(*given), *given, **known)
+
+
+@functools.cache
+def _jitted(name, geometry, k, sorted):
+    def selected(scores, lengths, starts):
+        window = {"lengths": lengths, "starts": starts}
+        options = {"sorted": sorted, "implementation": name}
+        if geometry == PLANNED:
+            return jax_topk.top_k(scores, k, **window, **options)
+        return _top_k.top_k_with_geometry(
+            scores, k, **window, **options, geometry=geometry
+        )
+
+    return jax.jit(selected)
+
+
+ON_CPU = (Implementation("xla", "cpu"), Implementation("cpu", "cpu"))
+ON_GPU = (Implementation("row", "cuda"), Implementation("split", "cuda"))
+
+# What else a user can reach: the planner's choice, and the reference on a GPU.
+OTHERS_ON_CPU = (Implementation(None, "cpu"),)
+OTHERS_ON_GPU = (Implementation(None, "cuda"), Implementation("xla", "cuda"))
+
+
+@functools.cache
+def why_no_gpu():
+    """Why CUDA kernels cannot run here, in words; "" where they can."""
+    if "CUDA" not in _ffi.registrations():
+        return "this build of jax_topk holds no CUDA kernels"
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return "JAX sees no NVIDIA GPU"
+    return ""
+
+
+def as_float32(bits):
+    """The float32 of the given bit patterns."""
+    return np.asarray(bits, np.uint32).view(np.float32)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan given by hand bends the CUDA kernels' paths, never an answer.
+
+Small lists, few samples, few CTAs and many CTAs a row take small inputs through the
+paths that else only rare inputs reach: overflow, exact passes over the scores, a CTA
+that loops over rows, rows shared by more CTAs than they have columns.
+"""
+
+import functools
+
+import inputs
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from implementations import Implementation
+
+pytestmark = pytest.mark.gpu
+
+N, K = 5003, 300
+# CTAs a row, capacity, samples, grid, threads.
+GEOMETRIES = [
+    ("row", (0, 1, 0, 0, 0)),
+    ("row", (0, 1, 1, 1, 0)),
+    ("row", (0, 512, 64, 3, 512)),
+    ("row", (0, 700, 16384, 0, 1024)),
+    ("row", (0, 0, 0, 1, 1024)),
+    ("split", (2, 0, 0, 0, 0)),
+    ("split", (3, 1, 0, 0, 0)),
+    ("split", (4, 1, 1, 4, 0)),
+    ("split", (7, 512, 64, 21, 512)),
+    ("split", (16, 700, 16384, 0, 1024)),
+    ("split", (64, 1, 33, 0, 512)),
+]
+BENT = [Implementation(name, "cuda", geometry) for name, geometry in GEOMETRIES]
+
+
+@functools.cache
+def ragged_batches(dtype):
+    """Batches of one shape: full rows, ragged ones, and long next to short."""
+    labels, scores = inputs.batch(N, K, dtype)
+    rng = inputs.generator("geometry")
+    rows = len(labels)
+    none = np.zeros(rows, np.int32)
+    short = np.resize([0, 1, K - 1, K, K + 1, -1, 7], rows)
+    alternating = np.where(np.arange(rows) % 2, short, N).astype(np.int32)
+    ragged = rng.integers(0, N, rows).astype(np.int32)
+    windows = [
+        (np.full(rows, N, np.int32), none),
+        (ragged, rng.integers(0, N // 2, rows).astype(np.int32)),
+        (alternating, none),
+        (np.roll(alternating, 1), none + 5),
+    ]
+    expected = [
+        [oracle.top_k(scores, K, *window, sorted=s) for window in windows]
+        for s in (False, True)
+    ]
+    return labels, scores, windows, expected
+
+
+def check_all(implementation, dtype, sorted):
+    labels, scores, windows, expected = ragged_batches(dtype)
+    for window, want in zip(windows, expected[sorted], strict=True):
+        implementation.check(scores, K, *window, sorted, labels=labels, expected=want)
+
+
+@pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("bent", BENT, ids=str)
+def test_every_distribution_is_exact_under_a_bent_geometry(bent, sorted):
+    check_all(bent, np.float32, sorted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("bent", BENT[1::2], ids=str)
+def test_every_16_bit_distribution_is_exact_under_a_bent_geometry(bent, dtype):
+    check_all(bent, dtype, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "geometry"),
+    [("row", (0, 1, 1, 1, 0)), ("row", (0, 0, 0, 2, 512)), ("split", (5, 1, 1, 10, 0))],
+)
+@pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
+def test_the_largest_native_k_under_a_bent_geometry(name, geometry, sorted):
+    n, k = 20_011, 4096
+    labels, scores = inputs.batch(n, k, np.float32)
+    bent = Implementation(name, "cuda", geometry)
+    bent.check(scores, k, sorted=sorted, labels=labels)
+
+
+@pytest.mark.parametrize("bent", BENT, ids=str)
+def test_tiny_rows_under_a_bent_geometry(bent):
+    rng = inputs.generator("tiny")
+    scores = rng.integers(-3, 3, (40, 19)).astype(np.float32)
+    lengths = rng.integers(-1, 22, 40).astype(np.int32)
+    bent.check(scores, 6, lengths)
