@@ -49,6 +49,40 @@ def from_bits(rng, shape, dtype):
     )
 
 
+# Where the native implementations look for their sample: one column from each of
+# `num_samples` equal parts of a row. Copied from the sources; an adversary that has
+# fallen behind them still tests something, only not what its name says.
+
+
+def columns_that_cpu_samples(length, num_samples):
+    i = np.arange(num_samples, dtype=np.uint64)
+    mixed = (i * np.uint64(0x9E3779B9) ^ np.uint64(0x5BD1E995)) & np.uint64(2**32 - 1)
+    place = mixed * np.uint64(0xC2B2AE3D27D4EB4F) >> np.uint64(32)
+    place = place * np.uint64(length) >> np.uint64(32)
+    return (i * np.uint64(length) + place) // np.uint64(num_samples)
+
+
+def columns_that_cuda_samples(length, num_samples):
+    i = np.arange(num_samples, dtype=np.uint64)
+    place = (i * np.uint64(2654435761) & np.uint64(2**32 - 1)) >> np.uint64(16)
+    place = place * np.uint64(length) >> np.uint64(16)
+    return (i * np.uint64(length) + place) // np.uint64(num_samples)
+
+
+def against_the_sample(n, num_samples):
+    """Rows whose sample misleads, with labels: too high a threshold, then too low."""
+    labels, rows = [], []
+    for sampler in (columns_that_cpu_samples, columns_that_cuda_samples):
+        rng = generator(sampler.__name__, n, num_samples)
+        columns = sampler(n, num_samples).astype(np.int64)
+        for height in (100, -100):
+            row = rng.standard_normal(n).astype(np.float32)
+            row[columns] += height
+            labels.append(f"{sampler.__name__} {num_samples} {height:+}")
+            rows.append(row)
+    return labels, np.stack(rows)
+
+
 def _unsigned(dtype):
     return np.dtype(f"u{dtype.itemsize}")
 

@@ -46,20 +46,42 @@ def test_every_distribution_is_exact_where_the_planner_decides(
 
 @functools.lru_cache(maxsize=2)
 def long_rows(first, dtype):
-    """Four distributions: so few rows that a GPU spreads each over many CTAs."""
-    n, k = 300_007, 2048
-    names = list(inputs.DISTRIBUTIONS)[first : first + 4]
-    labels, scores = inputs.batch(n, k, dtype, (names * 4)[:4])
+    """So few rows and so long that each is shared by CTAs, or by threads."""
+    n, k = 400_009, 2048
+    names = list(inputs.DISTRIBUTIONS)[first : first + 3]
+    labels, scores = inputs.batch(n, k, dtype, (names * 3)[:3])
     return labels, scores, oracle.top_k(scores, k, sorted=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("first", range(0, len(inputs.DISTRIBUTIONS), 4))
+@pytest.mark.parametrize("first", range(0, len(inputs.DISTRIBUTIONS), 3))
 def test_every_distribution_is_selected_exactly_in_a_long_row(
     implementation, first, dtype
 ):
     labels, scores, expected = long_rows(first, dtype)
     implementation.check(scores, 2048, sorted=False, labels=labels, expected=expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "num_samples"),
+    [
+        (70_001, (512, 1024, 2048, 4096, 8192, 16384)),
+        (400_009, (4096,)),
+        (400_009, (8192,)),
+        (400_009, (16384,)),
+    ],
+)
+def test_a_sample_that_misleads_costs_time_and_nothing_else(
+    implementation, n, num_samples
+):
+    batches = [inputs.against_the_sample(n, one) for one in num_samples]
+    scores = np.concatenate([rows for _, rows in batches])
+    labels = [label for names, _ in batches for label in names]
+    if len(num_samples) == 1:  # few enough rows for each to be shared
+        for part in (slice(0, 2), slice(2, 4)):
+            implementation.check(scores[part], 2048, labels=labels[part])
+    else:
+        implementation.check(scores, 2048, labels=labels)
 
 
 @pytest.mark.parametrize("k", [512, 2048])

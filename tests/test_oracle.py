@@ -192,6 +192,17 @@ def test_check_tells_the_two_orders_apart():
         oracle.check((values, indices), scores, 16, lengths, sorted=False)
 
 
+def test_a_sample_sees_what_the_adversaries_show_it():
+    for sampler in (inputs.columns_that_cpu_samples, inputs.columns_that_cuda_samples):
+        columns = sampler(70_001, 2048).astype(np.int64)
+        part = (np.arange(2049) * 70_001) // 2048
+        assert (columns >= part[:-1]).all() and (columns <= part[1:]).all()
+        assert len(np.unique(columns)) > 2040
+    labels, scores = inputs.against_the_sample(70_001, 2048)
+    high = scores[labels.index("columns_that_cpu_samples 2048 +100")]
+    assert (high > 50).sum() > 2040
+
+
 def test_distributions_are_what_their_names_say():
     n, k = 3000, 100
     for dtype in DTYPES:

@@ -116,6 +116,21 @@ def test_every_distribution_is_exact_in_a_ragged_batch(implementation, n, dtype)
     implementation.check(scores, k, lengths, starts, labels=labels)
 
 
+def test_windows_of_long_rows_that_are_shared(implementation):
+    n, k = 400_009, 2048
+    names = ["normal", "plateau", "random_bits"]
+    labels, scores = inputs.batch(n, k, np.float32, names)
+    for lengths, starts in (
+        ([n, n, n], [1, 77_777, 200_003]),
+        ([399_000, 300_001, 270_003], [5, 99_999, 130_001]),
+        ([n + 3, k, k + 1], [-3, 399_000, 131_072]),
+        ([262_145, -1, 2], [131_071, 0, n - 2]),
+    ):
+        window = np.array(lengths, np.int32), np.array(starts, np.int32)
+        given = poison_outside(scores, *window)
+        implementation.check(given, k, *window, labels=labels)
+
+
 def test_a_prefill_in_chunks_equals_the_whole_prefill(implementation):
     rows, n, k = 96, 3000, 128
     rng = inputs.generator("prefill")
