@@ -7,11 +7,13 @@ Everything is checked here, before anything is traced.
 from __future__ import annotations
 
 import operator
+import reprlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import ShapedArray, Tracer
 from jax.typing import ArrayLike
 
@@ -31,6 +33,10 @@ class TopK(NamedTuple):
 
     values: jax.Array
     indices: jax.Array
+
+
+# So that an exported function may return one.
+export.register_namedtuple_serialization(TopK, serialized_name="jax_topk.TopK")
 
 
 def top_k(
@@ -164,7 +170,7 @@ def _name(x: Any) -> str:
         return f"a traced value, {jax.typeof(x)}"
     if isinstance(x, jax.Array | np.ndarray):
         return f"an array, {x.dtype}{list(x.shape)}"
-    return f"{type(x).__name__} {x!r}"
+    return f"{type(x).__name__} {reprlib.repr(x)}"
 
 
 def _array_type(x: Any) -> Any:
