@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import platform
+import pathlib
+import platform as python_platform
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import jaxlib.version
 
 import jax_topk
-from jax_topk import _plan
+from jax_topk import FFI_TARGETS, _plan
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,15 +79,31 @@ def _print_build() -> None:
     _field("jax_topk", jax_topk.__version__)
     _field("jax", jax.__version__)
     _field("jaxlib", jaxlib.version.__version__)
-    _field("Python", platform.python_version())
+    _field("Python", python_platform.python_version())
     if build["cuda"]:
         architectures = build["cuda_architectures"].replace(";", ", ")
         _field("CUDA kernels", f"built with CUDA {build['cuda']} for {architectures}")
     else:
         _field("CUDA kernels", "none in this build")
-    _field("FFI API", build["ffi_api"])
-    for name, targets in _plan.REGISTRATIONS.items():
-        _field(f"{name} targets", ", ".join(targets))
+    _field("FFI API", f"{build['ffi_api']}, {_ffi_api_of_jaxlib()} in this jaxlib")
+    registered = {
+        target: f"for {platform}"
+        for platform, targets in _plan.REGISTRATIONS.items()
+        for target in targets
+    }
+    for target in FFI_TARGETS:
+        place = registered.get(target, "not in this build")
+        _field("FFI target", f"{target}, {place}")
+
+
+def _ffi_api_of_jaxlib() -> str:
+    """What a handler may have been compiled for at most, or it will not be found."""
+    try:
+        header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    except OSError:
+        return "unknown"
+    found = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
+    return ".".join(found) or "unknown"
 
 
 def _devices() -> tuple[list[Any], str]:
@@ -111,9 +129,9 @@ def _words(device: _plan.Device) -> str:
 
 
 def _facts(device: Any) -> _plan.Device:
-    # What JAX calls a GPU is CUDA's if it has CUDA's facts.
-    is_cuda = device.platform in ("gpu", "cuda") and hasattr(device, "core_count")
-    return _plan.device_facts("cuda" if is_cuda else device.platform, [device])
+    # Of what JAX calls GPUs, CUDA's alone have a compute capability in numbers.
+    facts = _plan.device_facts("cuda", [device])
+    return facts if facts.compute_capability else _plan.Device(device.platform)
 
 
 def _print_plan(kind: str, device: _plan.Device, args: argparse.Namespace) -> None:

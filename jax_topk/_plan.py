@@ -7,6 +7,7 @@ read from JAX, and what stands for a number that is not known at lowering.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -120,16 +121,14 @@ def choose(
         implementation: a name forces one, as in ``top_k``.
         geometry: a plan given by hand, for tests.
     """
-    rows = 1
-    for size in batch:
-        rows = rows * size if isinstance(size, int) else UNKNOWN_ROWS
+    known = all(isinstance(size, int) for size in batch)
     reason = ""
     if device.platform == "cuda" and device.num_sms and not BUILD_INFO["cuda"]:
         # The GPU is right here, but no kernel is.
         reason = "this build of jax_topk has no CUDA kernels"
     asked = implementation or ""
     plan = _ffi.plan(
-        rows=rows,
+        rows=math.prod(batch) if known else UNKNOWN_ROWS,
         n=n if isinstance(n, int) else UNKNOWN_COLUMNS,
         k=k,
         dtype=str(dtype),

@@ -143,18 +143,17 @@ def _lower(
     scores, k = ctx.avals_in[0], params["k"]
     if k == 0 or 0 in scores.shape:
         return _lower_jax(empty_top_k, ctx, *operands, **params)
-    module = ctx.module_context
-    platform = platform or (ctx.platforms or module.platforms)[0]
+    name = platform or str((ctx.platforms or ctx.module_context.platforms)[0])
     # With jax.export, or lowering_platforms, the backend is the host's: its devices say
     # nothing of where the program will run.
-    on_gpu = module.backend is not None and module.backend.platform in ("gpu", "cuda")
-    devices = module.backend.devices() if platform == "cuda" and on_gpu else ()
+    backend = ctx.module_context.backend
+    here = name == "cuda" and getattr(backend, "platform", "") in ("gpu", "cuda")
     choice = _plan.choose(
         scores.shape[:-1],
         scores.shape[-1],
         k,
         scores.dtype,
-        _plan.device_facts(platform, devices),
+        _plan.device_facts(name, backend.devices() if here else ()),
         implementation=implementation,
         geometry=geometry,
     )
@@ -165,11 +164,11 @@ def _lower(
             "top_k requires an implementation that can run here; got "
             f"implementation={implementation!r}, but {choice.reason} "
             f"(scores.shape={scores.shape}, scores.dtype={scores.dtype}, k={k}, "
-            f"platform={platform!r})"
+            f"platform={name!r})"
         )
     attributes = {f"has_{name}": name in params["window"] for name in WINDOW}
     attributes |= {"k": np.int64(k), "sorted": params["sorted"]}
-    if platform == "cuda":
+    if name == "cuda":
         attributes["geometry"] = np.asarray(geometry or (0,) * 5, np.int64)
     target = _plan.TARGETS[choice.implementation]
     workspace = choice.plan.workspace_bytes_per_row

@@ -210,7 +210,7 @@ def _checked_scores(scores: Any) -> jax.Array:
             f"top_k requires at most {_INT32.max} columns, as indices are int32; got "
             f"{n} (scores.shape={aval.shape})"
         )
-    return jnp.asarray(scores)
+    return scores if isinstance(scores, jax.Array) else jnp.asarray(scores)
 
 
 def _checked_k(k: Any, scores: jax.Array, *, ragged: bool) -> int:
@@ -258,11 +258,12 @@ def _checked_rows(name: str, rows: Any, scores: jax.Array, got: str) -> jax.Arra
     low, high = max(int(info.min), _INT32.min), min(int(info.max), _INT32.max)
     if (low, high) != (info.min, info.max):
         rows = xp.clip(rows, low, high)
+    batch = scores.shape[:-1]
     try:
         rows = jnp.asarray(rows, np.int32)
-        return jnp.broadcast_to(rows, scores.shape[:-1])
+        return rows if rows.shape == batch else jnp.broadcast_to(rows, batch)
     except ValueError as error:
         raise ValueError(
             f"top_k requires {name} to broadcast to the leading axes of scores, "
-            f"{scores.shape[:-1]}; got {name}.shape={np.shape(rows)} {got}"
+            f"{batch}; got {name}.shape={np.shape(rows)} {got}"
         ) from error
