@@ -70,16 +70,25 @@ def columns_that_cuda_samples(length, num_samples):
 
 
 def against_the_sample(n, num_samples):
-    """Rows whose sample misleads, with labels: too high a threshold, then too low."""
+    """Rows whose sample misleads, with labels: too high a threshold, then too low.
+
+    Once within ordinary scores, and once within equal ones that a late few exceed by
+    the last bit: whoever drops what does not fit must not drop those.
+    """
     labels, rows = [], []
     for sampler in (columns_that_cpu_samples, columns_that_cuda_samples):
         rng = generator(sampler.__name__, n, num_samples)
         columns = sampler(n, num_samples).astype(np.int64)
-        for height in (100, -100):
-            row = rng.standard_normal(n).astype(np.float32)
-            row[columns] += height
-            labels.append(f"{sampler.__name__} {num_samples} {height:+}")
-            rows.append(row)
+        ordinary = rng.standard_normal(n).astype(np.float32)
+        step = np.full(n, 1.0, np.float32)
+        late = n - 1 - rng.permutation(n // 3)[:400]
+        step[late] = np.nextafter(np.float32(1), np.float32(2))
+        for base in (ordinary, step):
+            high, low = base.copy(), base.copy()
+            high[columns[::2]] += 100
+            low[columns] -= 100
+            rows += [high, low]
+            labels += [f"{sampler.__name__} {num_samples} {h}" for h in ("high", "low")]
     return labels, np.stack(rows)
 
 
@@ -259,6 +268,25 @@ def k_plus_one_winners_on_a_plateau(rng, rows, n, k, dtype):
     scores = np.full((rows, n), -7.0)
     count = min(k + 1, n)
     return _scatter(rng, scores, _random_columns(rng, n, count), 1 + rng.random(count))
+
+
+def _early_winners_and_a_late_plateau(count):
+    """Equal scores matter, and only some of them, after many that do not matter."""
+
+    def early_winners_and_a_late_plateau(rng, rows, n, k, dtype):
+        scores = np.full((rows, n), -3.0)
+        scores[:, n // 2 :] = 0.0
+        winners = min(max(k + count, 0), n)
+        scores[:, :winners] = np.where(rng.random((rows, winners)) < 0.5, 0.0, 2.0)
+        return scores
+
+    name = f"k{count:+}_early_winners_and_a_late_plateau"
+    early_winners_and_a_late_plateau.__name__ = name
+    return _distribution(early_winners_and_a_late_plateau)
+
+
+for _count in (-2, -1, 0, 1):
+    _early_winners_and_a_late_plateau(_count)
 
 
 @_distribution

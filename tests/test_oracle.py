@@ -199,8 +199,9 @@ def test_a_sample_sees_what_the_adversaries_show_it():
         assert (columns >= part[:-1]).all() and (columns <= part[1:]).all()
         assert len(np.unique(columns)) > 2040
     labels, scores = inputs.against_the_sample(70_001, 2048)
-    high = scores[labels.index("columns_that_cpu_samples 2048 +100")]
-    assert (high > 50).sum() > 2040
+    high = scores[labels.index("columns_that_cpu_samples 2048 high")]
+    low = scores[labels.index("columns_that_cpu_samples 2048 low")]
+    assert (high > 50).sum() > 1020 and (low < -50).sum() > 2040
 
 
 def test_distributions_are_what_their_names_say():
