@@ -12,15 +12,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 _ADVICE = (
-    "install the package again with `pip install .` from the root of its source, and "
-    "start Python from another folder if that source has no compiled extension"
+    "run `pip install .` in the root of the source, and Python in another folder, "
+    "since the source hides the installed package"
 )
 try:
     import jax_topk._ffi as _ffi
 except ImportError as error:
     raise ImportError(
-        "jax_topk requires its compiled extension jax_topk._ffi, which cannot be "
-        f"imported ({error}); {_ADVICE}"
+        f"jax_topk requires its compiled extension; got {error} ({_ADVICE})"
     ) from error
 
 # The FFI targets, by the implementation that each belongs to. The suffix of a name
@@ -44,8 +43,8 @@ def _registrations() -> dict[str, dict[str, Any]]:
         if not lacks:
             return found
     raise ImportError(
-        "jax_topk requires an extension of the same version as its Python files, and "
-        f"the installed jax_topk._ffi lacks {', '.join(lacks)}; {_ADVICE}"
+        "jax_topk requires a compiled extension as new as its Python files; got one "
+        f"without {', '.join(lacks)} ({_ADVICE})"
     )
 
 

@@ -178,7 +178,10 @@ def _lower(
 def _lower_jax(function: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     # A copy of the context, since lower_fun marks it as used.
     lower = mlir.lower_fun(functools.partial(function, **params))
-    return lower(ctx.replace(), *operands)
+    # Nothing in these functions depends on the switch, except that scores of 64 bits,
+    # made where it was on, may be selected where it is off.
+    with jax.enable_x64(True):
+        return lower(ctx.replace(), *operands)
 
 
 def _custom_call(

@@ -257,7 +257,8 @@ def _checked_rows(name: str, rows: Any, scores: jax.Array, got: str) -> jax.Arra
     info = jnp.iinfo(aval.dtype)
     low, high = max(int(info.min), _INT32.min), min(int(info.max), _INT32.max)
     if (low, high) != (info.min, info.max):
-        rows = xp.clip(rows, low, high)
+        with jax.enable_x64(True):  # rows may come from where it was on
+            rows = xp.clip(rows, low, high).astype(np.int32)
     batch = scores.shape[:-1]
     try:
         rows = jnp.asarray(rows, np.int32)
