@@ -19,10 +19,11 @@ namespace {
 template <int kThreads, typename Bits>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     RowTopK(const TopKParams params, uint32_t capacity, uint32_t max_samples) {
-  extern __shared__ __align__(16) char shared[];
-  const Cta<kThreads> cta(shared, capacity);
+  const Cta<kThreads> cta = {capacity};
   for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
-    SelectRow<kThreads, Bits>(cta, params, row, RowWindow(params, row), max_samples);
+    const RowEntries<Bits> entries = EntriesOf<Bits>(params, row);
+    SelectRow(cta, params, row, entries, entries, max_samples,
+              [](Reduced*) { return true; });
     __syncthreads();
   }
 }
