@@ -6,7 +6,7 @@ order, a score and its column become one integer that no other element of the ro
 and the k smallest of those integers are the answer.
 """
 
-import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
+import ml_dtypes
 import numpy as np
 
 _CHUNK = 1 << 23  # elements that are looked at together, to bound the memory
@@ -36,7 +36,10 @@ def pad_value(dtype):
     dtype = np.dtype(dtype)
     if dtype.kind in "iu":
         return dtype.type(np.iinfo(dtype).min)
-    return dtype.type(False) if dtype.kind == "b" else dtype.type(-np.inf)
+    if dtype.kind == "b":
+        return dtype.type(False)
+    infinity = dtype.type(-np.inf)
+    return infinity if np.isneginf(float(infinity)) else ml_dtypes.finfo(dtype).min
 
 
 def windows(shape, lengths=None, starts=None):

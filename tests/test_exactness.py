@@ -70,6 +70,7 @@ def test_every_distribution_is_selected_exactly_in_a_long_row(
         (400_009, (8192,)),
         (400_009, (16384,)),
     ],
+    ids=["many-rows", "4096-samples", "8192-samples", "16384-samples"],
 )
 def test_a_sample_that_misleads_costs_time_and_nothing_else(
     implementation, n, num_samples

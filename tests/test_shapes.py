@@ -121,13 +121,15 @@ def test_columns_beyond_the_24_bits_of_a_float(implementation):
     implementation.check(scores, k, sorted=False)
 
 
-INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32]
+OTHER_DTYPES = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.bool_]
+OTHER_DTYPES += [jnp.float8_e5m2, jnp.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: np.dtype(d).name)
-def test_integer_scores_take_the_reference(other_implementation, dtype):
-    rng = inputs.generator("integers")
-    scores = inputs.from_bits(rng, (5, 300), dtype)
+@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=lambda d: np.dtype(d).name)
+def test_scores_of_other_dtypes_take_the_reference(other_implementation, dtype):
+    rng = inputs.generator("other dtypes")
+    scores = inputs.from_bits(rng, (5, 300), np.uint8 if dtype == np.bool_ else dtype)
+    scores = scores > 99 if dtype == np.bool_ else scores
     lengths = np.array([300, 299, 20, 0, -1], np.int32)
     other_implementation.check(scores, 40)
     other_implementation.check(scores, 40, lengths, sorted=False)

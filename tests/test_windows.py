@@ -2,10 +2,13 @@
 """Lengths and starts: clamped as signed numbers, nothing outside is ever seen."""
 
 import inputs
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+
+import jax_topk
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 POISON = np.array([np.nan, np.inf, 1e30, -np.nan], np.float32)
@@ -84,6 +87,18 @@ def test_lengths_and_starts_broadcast_to_the_leading_axes(implementation, shape)
     lengths = rng.integers(0, 131, shape).astype(np.int32)
     starts = rng.integers(0, 100, shape[-1:]).astype(np.int32)
     implementation.check(scores, 20, lengths, starts)
+
+
+def test_lengths_beyond_int32_are_long_not_negative(other_implementation):
+    scores = inputs.generator("int64").standard_normal((4, 90)).astype(np.float32)
+    lengths = np.array([2**40, -(2**40), 2**32 + 1, 2**31], np.int64)
+    with jax.default_device(other_implementation.device):
+        for given in (lengths, lengths.astype(np.uint64)):
+            want = np.where(given > 90, 90, given).astype(np.int64)
+            result = jax_topk.top_k(
+                scores, 9, lengths=given, implementation=other_implementation.name
+            )
+            oracle.check(jax.device_get(result), scores, 9, want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
