@@ -91,32 +91,36 @@ struct List {
   }
 };
 
-// What a thread works with. It outlives the call only to save the page faults of fresh
-// memory, which would take as long as reading a few hundred thousand columns: nothing
-// is read that was not written for the same row, and what is unusually large is given
-// back.
+// What a thread works with, and the lists that it lends to others when it cuts rows
+// into chunks. They outlive the call only to save the page faults of fresh memory,
+// which would take as long as reading a few hundred thousand columns: nothing is read
+// that was not written for the same row, and what is unusually large is given back.
 struct Scratch {
-  List survivors;
-  List spare;
+  List lists[2];
+  List& survivors = lists[0];
+  List& spare = lists[1];
   std::vector<uint32_t> samples;
-  std::vector<List> chunks;  // survivors of chunks, filled by other threads too
-
-  void Trim() {
-    constexpr int64_t kKeptItems = 1 << 16;
-    constexpr size_t kKeptChunks = 64;
-    for (List* list : {&survivors, &spare}) {
-      if (list->capacity > kKeptItems) list->Release();
-    }
-    if (chunks.size() > kKeptChunks) chunks.clear();
-    for (List& list : chunks) {
-      if (list.capacity > kKeptItems) list.Release();
-    }
-  }
 };
 
 Scratch& ThreadScratch() {
   static thread_local Scratch scratch;
   return scratch;
+}
+
+std::vector<List>& ThreadChunkLists() {
+  static thread_local std::vector<List> lists;
+  return lists;
+}
+
+// Gives back what exceeds 1 MiB in all.
+template <typename Lists>
+void Trim(Lists& lists) {
+  constexpr int64_t kKeptItems = 1 << 17;
+  int64_t kept = 0;
+  for (List& list : lists) {
+    kept += list.capacity;
+    if (kept > kKeptItems) list.Release();
+  }
 }
 
 // --- Select and order ----------------------------------------------------------------
@@ -427,7 +431,7 @@ bool ParallelFor(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_items,
         }
       }
       if (num_claimed == 0) return;
-      ThreadScratch().Trim();
+      Trim(ThreadScratch().lists);
       // The mutex also publishes what the body has written.
       const std::lock_guard<std::mutex> lock(mutex);
       num_done += num_claimed;
@@ -455,7 +459,7 @@ template <typename Bits>
 bool SelectInChunks(const TopKParams& params, int64_t num_chunks, int64_t num_threads,
                     ffi::ThreadPool& pool) {
   std::vector<Threshold> thresholds(params.rows);
-  std::vector<List>& lists = ThreadScratch().chunks;
+  std::vector<List>& lists = ThreadChunkLists();  // the caller's, in the bodies too
   const size_t num_lists = params.rows * num_chunks;
   if (lists.size() < num_lists) lists.resize(num_lists);
 
@@ -487,9 +491,11 @@ bool SelectInChunks(const TopKParams& params, int64_t num_chunks, int64_t num_th
     }
     Finish<Bits>(params, row, scratch);
   };
-  return ParallelFor(pool, num_threads, params.rows, sample) &&
-         ParallelFor(pool, num_threads, params.rows * num_chunks, filter) &&
-         ParallelFor(pool, num_threads, params.rows, finish);
+  const bool done = ParallelFor(pool, num_threads, params.rows, sample) &&
+                    ParallelFor(pool, num_threads, params.rows * num_chunks, filter) &&
+                    ParallelFor(pool, num_threads, params.rows, finish);
+  Trim(lists);
+  return done;
 }
 
 template <typename Bits>
@@ -507,8 +513,9 @@ bool Select(const TopKParams& params, ffi::ThreadPool& pool) {
   const int64_t num_threads =
       std::max<int64_t>(std::min(work / kWorkPerThread, pool.num_threads()), 1);
   if (num_threads > 1 && rows < 2 * num_threads && longest >= 4 * kColumnsPerChunk) {
-    // Several chunks a thread, since threads start late.
-    const int64_t num_chunks = std::min(longest / kColumnsPerChunk, 4 * num_threads);
+    // Several items a thread, since threads start late.
+    const int64_t num_chunks =
+        std::clamp<int64_t>(4 * num_threads / rows, 2, longest / kColumnsPerChunk);
     return SelectInChunks<Bits>(params, num_chunks, num_threads, pool);
   }
   // Short rows go in batches, lest claiming them take the time.
