@@ -40,10 +40,18 @@ def plan(device, rows, n, k, dtype="float32", platform="cuda", **options):
     )
 
 
+hypothesis.settings.register_profile("plan", deadline=None, max_examples=300)
+hypothesis.settings.load_profile("plan")
+
+
 def scale(largest):
-    """Integers of every magnitude up to the largest."""
-    exponents = st.integers(0, largest.bit_length())
-    return exponents.flatmap(lambda e: st.integers(1, min(1 << e, largest)))
+    """Integers of every magnitude up to the largest, the large ones as often."""
+
+    def of_magnitude(exponent):
+        high = min(1 << exponent, largest)
+        return st.integers(high // 2 + 1, high)
+
+    return st.integers(0, largest.bit_length()).flatmap(of_magnitude)
 
 
 devices = st.sampled_from(sorted(DEVICES))
