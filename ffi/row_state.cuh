@@ -10,8 +10,9 @@
 //
 // Protocol.
 //   1. Install: each CTA of the row sees to it that the word carries the tag of this
-//      launch. It reads the word; if the tag is another, one compare-and-swap to
-//      (tag, 0 arrivals). Whether the swap succeeds does not matter.
+//      launch: a compare-and-swap from 0, what a cleaned word holds, to (tag, 0 arrivals);
+//      if it meets another word without the tag, a second swap from that. Whether the
+//      second succeeds does not matter.
 //   2. A CTA writes its count and its slots, which no other CTA writes.
 //   3. It arrives: one atomic addition of 1 to the word.
 //   4. The CTA whose arrival completes the CTAs of the row is the last. It writes 0 to the
@@ -86,10 +87,10 @@ struct RowState {
     if (threadIdx.x == 0) {
       cuda::atomic_ref<uint64_t, cuda::thread_scope_device> state(*word);
       // Relaxed: publishes nothing but the word itself, whose changes are totally ordered.
-      uint64_t seen = state.load(cuda::memory_order_relaxed);
-      if ((seen & ~kArrivals) != tag) {
-        state.compare_exchange_strong(seen, tag, cuda::memory_order_relaxed,
-                                      cuda::memory_order_relaxed);
+      uint64_t seen = 0;
+      if (!state.compare_exchange_strong(seen, tag, cuda::memory_order_relaxed) &&
+          (seen & ~kArrivals) != tag) {
+        state.compare_exchange_strong(seen, tag, cuda::memory_order_relaxed);
       }
     }
   }

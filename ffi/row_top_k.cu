@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
     const RowEntries<Bits> entries = EntriesOf<Bits>(params, row);
     SelectRow(cta, params, row, entries, entries, max_samples,
-              [](Reduced*) { return true; });
+              [] {}, [](Reduced*) { return true; });
     __syncthreads();
   }
 }

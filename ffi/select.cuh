@@ -9,7 +9,8 @@
 //   SampleThreshold  a filter that about 1.3 to 2 k columns of the row pass
 //   ReduceChunk      one read: the survivors into shared memory, in column order. If the
 //                    sample misled (more survive than fit), SelectExactly on the chunk
-//   SelectThreshold  the exact select: the composite that exactly `rank` entries reach
+//   SelectWord       the exact select; SelectThreshold: the composite that exactly `rank`
+//                    entries reach
 //   EmitRow          the selected in their final order
 //
 // Exactness never rests on the sample: a threshold decides only how many survive, and
@@ -29,16 +30,13 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "top_k.h"
 
 namespace jax_topk {
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
-// Entries of a bin that are ranked by comparing all pairs.
-inline constexpr uint32_t kFewEntries = 256;
-// Likewise for the entries of one bucket of the sort, by one thread each.
+// Entries of a bucket of the sort that are ranked by comparing all pairs.
 inline constexpr uint32_t kFewInBucket = 64;
 
 extern __shared__ __align__(16) char dynamic_shared_memory[];
@@ -52,7 +50,6 @@ struct Cta {
 
   struct Scratch {
     uint32_t totals[2][kWarps];  // sums of the warps, in turns
-    uint64_t composite;          // result of ranking few entries
     uint32_t bin;                // the bin where the wanted rank falls,
     uint32_t above;              // entries in larger bins,
     uint32_t inside;             // entries in it
@@ -86,27 +83,17 @@ struct Columns {
   uint32_t stop;
 };
 
-// Entries that the exact select can read: Get(i) is false where slot i holds none.
+// Entries that can be selected from: slot i holds one if Valid(i).
 
 struct ListEntries {
   const uint64_t* list;
   uint32_t count;
 
   __device__ uint32_t Size() const { return count; }
-  __device__ bool Get(uint32_t i, uint64_t* composite) const {
-    *composite = list[i];
-    return true;
-  }
-};
-
-struct SampleEntries {
-  const uint32_t* keys;
-  uint32_t count;
-
-  __device__ uint32_t Size() const { return count; }
-  __device__ bool Get(uint32_t i, uint64_t* composite) const {
-    *composite = Composite(keys[i], i);
-    return true;
+  __device__ bool Valid(uint32_t) const { return true; }
+  __device__ uint64_t Get(uint32_t i) const { return list[i]; }
+  __device__ uint32_t Key(uint32_t i) const {  // the upper half of a composite
+    return reinterpret_cast<const uint32_t*>(list)[2 * i + 1];
   }
 };
 
@@ -115,35 +102,56 @@ struct RowEntries {
   const Bits* row;  // column 0
   Columns columns;
 
-  __device__ uint32_t Size() const { return columns.stop - columns.start; }
-  __device__ uint32_t Key(uint32_t column) const {
+  __device__ uint32_t KeyAt(uint32_t column) const {
     return OrderedKey<Bits>(__ldg(row + column));
   }
-  __device__ bool Get(uint32_t i, uint64_t* composite) const {
-    *composite = Composite(Key(columns.start + i), columns.start + i);
+  __device__ uint32_t Size() const { return columns.stop - columns.start; }
+  __device__ bool Valid(uint32_t) const { return true; }
+  __device__ uint32_t Key(uint32_t i) const { return KeyAt(columns.start + i); }
+  __device__ uint64_t Get(uint32_t i) const {
+    return Composite(Key(i), columns.start + i);
+  }
+};
+
+// The 32-bit words that SelectWord compares: slot i holds one if Get(i, &word).
+
+struct SampleWords {
+  const uint32_t* keys;
+  uint32_t count;
+
+  __device__ uint32_t Size() const { return count; }
+  __device__ bool Get(uint32_t i, uint32_t* word) const {
+    *word = keys[i];
     return true;
   }
 };
 
-// Calls f(composite) for every entry.
-template <int kThreads, typename Entries, typename F>
-__device__ __forceinline__ void ForEach(const Entries& entries, F&& f) {
-  constexpr int kBatch = 4;  // loads in flight
-  const uint32_t size = entries.Size();
-  for (uint32_t base = threadIdx.x; base < size; base += kBatch * kThreads) {
-    uint64_t composite[kBatch];
-    bool valid[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads;
-      valid[j] = i < size && entries.Get(i, &composite[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (valid[j]) f(composite[j]);
-    }
+template <typename Entries>
+struct KeyWords {
+  Entries entries;
+
+  __device__ uint32_t Size() const { return entries.Size(); }
+  __device__ bool Get(uint32_t i, uint32_t* word) const {
+    if (!entries.Valid(i)) return false;
+    *word = entries.Key(i);
+    return true;
   }
-}
+};
+
+// The lower halves of the composites with a given key: smaller columns are larger words.
+template <typename Entries>
+struct ColumnWords {
+  Entries entries;
+  uint32_t key;
+
+  __device__ uint32_t Size() const { return entries.Size(); }
+  __device__ bool Get(uint32_t i, uint32_t* word) const {
+    if (!entries.Valid(i)) return false;
+    const uint64_t composite = entries.Get(i);
+    *word = static_cast<uint32_t>(composite);
+    return CompositeKey(composite) == key;
+  }
+};
 
 // The inclusive sum over the lanes of a warp.
 template <typename T>
@@ -207,46 +215,56 @@ __device__ __forceinline__ void NoteExtremes(const Cta<kThreads>& cta, uint32_t 
   }
 }
 
-// A composite, and how many entries reach it.
-struct Threshold {
-  uint64_t composite;
+// A word, how many words are above it, and how many reach it.
+struct Cut {
+  uint32_t word;
+  uint32_t above;
   uint32_t reached;
 };
 
-// The exact select: a composite that at least `rank` and at most rank + slack entries
-// reach (slack 0: exactly `rank`).
+// The exact select: the `rank`-th largest word, or a word that `rank` to rank + slack words
+// reach. So above < rank <= reached.
 //
-// Requires 1 <= rank <= the entries within [low, high], no entry above high, no two equal
-// entries, and every column within `columns`.
+// Requires 1 <= rank <= the words within [low, high], and no word above high.
 //
-//   1. Count the entries within [low, high] in bins of equal width.
+//   1. Count the words within [low, high] in bins of equal width.
 //   2. From the top, find the bin where the rank falls; it is the new [low, high]. Done if
-//      no more than the slack of its entries are unwanted.
-//   3. Few entries in it: compare all pairs. Else again from 1.
+//      no more than the slack of its words are unwanted, or if it is a single word.
 //
-// Each round narrows the range by a factor of kNumBins, so that 64 bits take seven rounds
-// at worst and two in general; within one key the range is that of the columns. Entries of
-// a plateau share a bin: the hardware adds up the increments of a warp to one address.
-template <int kThreads, typename Entries>
-__device__ Threshold SelectThreshold(const Cta<kThreads>& cta, const Entries& entries,
-                                     uint32_t rank, uint32_t slack, uint64_t low,
-                                     uint64_t high, Columns columns) {
+// Each round narrows the range by a factor of kNumBins: four rounds at worst. Words of a
+// plateau share a bin: the hardware adds up the increments of a warp to one address.
+template <int kThreads, typename Words>
+__device__ Cut SelectWord(const Cta<kThreads>& cta, const Words& words, uint32_t rank,
+                          uint32_t slack, uint32_t low, uint32_t high) {
   constexpr int kBinBits = 10;
   static_assert(kNumBins == 1 << kBinBits);
   constexpr int kBinsPerThread = kNumBins / kThreads;
+  constexpr int kBatch = 4;  // loads in flight
   typename Cta<kThreads>::Scratch& scratch = cta.scratch();
-  uint32_t above = 0;  // entries beyond `high`
+  const uint32_t size = words.Size();
+  uint32_t above = 0;  // words beyond `high`
 
   while (true) {
     // 1. `bins` is complete at the second barrier.
-    const int shift = max(64 - __clzll(static_cast<long long>(high - low)) - kBinBits, 0);
+    const uint32_t span = high - low;
+    const int shift = max(32 - __clz(static_cast<int>(span)) - kBinBits, 0);
     ClearBins(cta);
     __syncthreads();
-    ForEach<kThreads>(entries, [&](uint64_t composite) {
-      if (composite >= low && composite <= high) {
-        atomicAdd(&cta.bins()[static_cast<uint32_t>((composite - low) >> shift)], 1u);
+    for (uint32_t base = threadIdx.x; base < size; base += kBatch * kThreads) {
+      uint32_t word[kBatch];
+      bool valid[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const uint32_t i = base + j * kThreads;
+        valid[j] = i < size && words.Get(i, &word[j]);
       }
-    });
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (valid[j] && word[j] - low <= span) {
+          atomicAdd(&cta.bins()[(word[j] - low) >> shift], 1u);
+        }
+      }
+    }
     __syncthreads();
 
     // 2. Thread t owns the t-th group of bins from the top.
@@ -263,51 +281,32 @@ __device__ Threshold SelectThreshold(const Cta<kThreads>& cta, const Entries& en
         scratch.bin = top - j;
         scratch.above = before;
         scratch.inside = inside[j];
-        scratch.count = 0;
       }
       before += inside[j];
     }
     __syncthreads();
-    const uint32_t found = scratch.inside;
     above = scratch.above;
-    low += static_cast<uint64_t>(scratch.bin) << shift;
-    const uint64_t width = (uint64_t{1} << shift) - 1;
+    const uint32_t reached = above + scratch.inside;
+    low += scratch.bin << shift;
+    const uint32_t width = (1u << shift) - 1;
     if (high - low > width) high = low + width;
-    if (above + found <= rank + slack) return {low, above + found};
-    if (CompositeKey(low) == CompositeKey(high)) {
-      const uint32_t key = CompositeKey(low);
-      low = max(low, Composite(key, columns.stop - 1));
-      high = min(high, Composite(key, columns.start));
-    }
-
-    // 3. The bins have been read (barrier above) and their memory holds the few.
-    if (found <= kFewEntries) {
-      uint64_t* few = reinterpret_cast<uint64_t*>(cta.bins());
-      static_assert(kFewEntries * sizeof(uint64_t) <= kNumBins * sizeof(uint32_t));
-      ForEach<kThreads>(entries, [&](uint64_t composite) {
-        if (composite >= low && composite <= high) {
-          few[atomicAdd(&scratch.count, 1u)] = composite;
-        }
-      });
-      __syncthreads();
-      constexpr int kGroup = kThreads / kFewEntries;  // threads that rank one entry
-      const uint32_t mine = threadIdx.x / kGroup;
-      const uint64_t composite = mine < found ? few[mine] : 0;
-      uint32_t larger = 0;
-      for (uint32_t j = threadIdx.x % kGroup; j < found; j += kGroup) {
-        larger += few[j] > composite;
-      }
-#pragma unroll
-      for (int lane = 1; lane < kGroup; lane *= 2) {
-        larger += __shfl_xor_sync(kFullWarp, larger, lane);
-      }
-      if (mine < found && above + larger == rank - 1 && threadIdx.x % kGroup == 0) {
-        scratch.composite = composite;
-      }
-      __syncthreads();
-      return {scratch.composite, rank};
-    }
+    if (reached <= rank + slack || shift == 0) return {low, above, reached};
   }
+}
+
+// The composite that exactly `rank` entries reach: no two are equal. Requires the keys to be
+// within [low, high] and the columns within `columns`.
+template <int kThreads, typename Entries>
+__device__ uint64_t SelectThreshold(const Cta<kThreads>& cta, const Entries& entries,
+                                    uint32_t rank, uint32_t low, uint32_t high,
+                                    Columns columns) {
+  const Cut key = SelectWord(cta, KeyWords<Entries>{entries}, rank, 0, low, high);
+  if (key.reached == rank) return Composite(key.word, 0xFFFFFFFFu);
+  // It falls between entries of one key.
+  const ColumnWords<Entries> words = {entries, key.word};
+  const Cut column =
+      SelectWord(cta, words, rank - key.above, 0, ~(columns.stop - 1), ~columns.start);
+  return Composite(key.word, ~column.word);
 }
 
 // Calls write(position, composite) for the entries that reach `threshold`, in the order of
@@ -316,26 +315,36 @@ __device__ Threshold SelectThreshold(const Cta<kThreads>& cta, const Entries& en
 template <int kThreads, typename Entries, typename Write>
 __device__ uint32_t Compact(const Cta<kThreads>& cta, const Entries& entries,
                             uint64_t threshold, Write&& write) {
-  constexpr int kPerThread = 4;  // neighbours
+  constexpr int kBatch = 4;  // neighbours of 32 entries
+  const uint32_t lane = threadIdx.x & 31;
+  const uint32_t warp = threadIdx.x / 32;
   const uint32_t size = entries.Size();
   uint32_t count = 0;
   int turn = 0;
   __syncthreads();  // `totals` may have been in use
-  for (uint32_t base = 0; base < size; base += kPerThread * kThreads, turn ^= 1) {
-    const uint32_t first = base + threadIdx.x * kPerThread;
-    uint64_t composite[kPerThread];
-    uint32_t passing = 0;
+  for (uint32_t base = 0; base < size; base += kBatch * kThreads, turn ^= 1) {
+    uint64_t composite[kBatch];
+    unsigned passing[kBatch];
+    uint32_t total = 0;
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const bool valid = first + j < size && entries.Get(first + j, &composite[j]);
-      if (valid && composite[j] >= threshold) passing |= 1u << j;
+    for (int j = 0; j < kBatch; ++j) {
+      const uint32_t i = base + (warp * kBatch + j) * 32 + lane;
+      const bool valid = i < size && entries.Valid(i);
+      if (valid) composite[j] = entries.Get(i);
+      passing[j] = __ballot_sync(kFullWarp, valid && composite[j] >= threshold);
+      total += __popc(passing[j]);
     }
+    if (lane == 0) cta.scratch().totals[turn][warp] = total;
+    __syncthreads();
     uint32_t all;
-    uint32_t position = count + ExclusiveSum<kThreads>(__popc(passing),
-                                                       cta.scratch().totals[turn], &all);
+    uint32_t position =
+        count + SumBeforeWarp<kThreads / 32>(cta.scratch().totals[turn], &all);
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      if ((passing >> j & 1) != 0) write(position++, composite[j]);
+    for (int j = 0; j < kBatch; ++j) {
+      if ((passing[j] >> lane & 1) != 0) {
+        write(position + __popc(passing[j] & ((1u << lane) - 1)), composite[j]);
+      }
+      position += __popc(passing[j]);
     }
     count += all;
   }
@@ -357,7 +366,7 @@ __device__ void LoadChunk(const Cta<kThreads>& cta, const RowEntries<Bits>& chun
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const uint32_t i = base + j * kThreads;
-      if (i < size) key[j] = chunk.Key(start + i);
+      if (i < size) key[j] = chunk.Key(i);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -382,13 +391,15 @@ struct Filter {
 };
 
 // A filter that about 1.3 to 2 k columns of a row pass. The same in every CTA that asks:
-// it depends on the row, its window and the capacity only.
+// it depends on the row, its window and the capacity only. Calls `meanwhile` while the
+// sample is on its way.
 //
 // Requires columns > capacity >= k. At least `rank` of the samples reach the threshold, and
 // rank exceeds what k columns would put there on average by five standard deviations.
-template <int kThreads, typename Bits>
+template <int kThreads, typename Bits, typename Meanwhile>
 __device__ Filter SampleThreshold(const Cta<kThreads>& cta, const RowEntries<Bits>& row,
-                                  uint32_t k, uint32_t max_samples) {
+                                  uint32_t k, uint32_t max_samples,
+                                  Meanwhile&& meanwhile) {
   const float length = static_cast<float>(row.Size());
   // 1. As few samples as keep the survivors within the list, a power of two.
   const auto rank_among = [&](uint32_t samples) {
@@ -416,21 +427,21 @@ __device__ Filter SampleThreshold(const Cta<kThreads>& cta, const RowEntries<Bit
   uint32_t min_key = 0xFFFFFFFFu;
   uint32_t max_key = 0;
   const uint64_t size = row.Size();
-  for (uint32_t base = threadIdx.x; base < samples; base += kBatch * kThreads) {
+  for (uint32_t base = 0; base < samples; base += kBatch * kThreads) {
     uint32_t key[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads;
+      const uint32_t i = base + j * kThreads + threadIdx.x;
       const uint64_t jitter = (i * 2654435761u) >> 16;
       if (i < samples) {
-        key[j] = row.Key(row.columns.start +
-                         static_cast<uint32_t>((i * size + (jitter * size >> 16)) >>
+        key[j] = row.Key(static_cast<uint32_t>((i * size + (jitter * size >> 16)) >>
                                                log_samples));
       }
     }
+    if (base == 0) meanwhile();
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads;
+      const uint32_t i = base + j * kThreads + threadIdx.x;
       if (i < samples) {
         min_key = min(min_key, key[j]);
         max_key = max(max_key, key[j]);
@@ -438,41 +449,58 @@ __device__ Filter SampleThreshold(const Cta<kThreads>& cta, const RowEntries<Bit
       }
     }
   }
+  // A better lower bound than the least sample: in each of at least `rank` groups of
+  // threads the largest sample reaches the least of these largest.
+  uint32_t group = 1;
+  while (2 * group * rank <= kThreads && group < 32) group *= 2;
+  if (group * rank <= kThreads) {
+    min_key = max_key;
+    for (uint32_t lane = 1; lane < group; lane *= 2) {
+      min_key = max(min_key, __shfl_xor_sync(kFullWarp, min_key, lane));
+    }
+  }
   __syncthreads();
   NoteExtremes(cta, min_key, max_key);
   __syncthreads();
 
-  // 3. The threshold, near enough to the rank.
-  const SampleEntries entries = {keys, samples};
-  const Threshold found = SelectThreshold(
-      cta, entries, rank, rank / 8, Composite(cta.scratch().min_key, 0xFFFFFFFFu),
-      Composite(cta.scratch().max_key, 0), {0, samples});
-  const uint32_t threshold = CompositeKey(found.composite);
-  if (found.composite == Composite(threshold, 0xFFFFFFFFu) && threshold > 0) {
-    return {threshold - 1, false};
-  }
-
-  // 4. It fell between samples of equal keys. If as many columns as equal it would not fit,
-  //    leave them out.
-  __syncthreads();
-  if (threadIdx.x == 0) cta.scratch().count = 0;
-  __syncthreads();
-  uint32_t reached = 0;
-  for (uint32_t i = threadIdx.x; i < samples; i += kThreads) {
-    reached += keys[i] >= threshold;
-  }
-  reached = __reduce_add_sync(kFullWarp, reached);
-  if ((threadIdx.x & 31) == 0) atomicAdd(&cta.scratch().count, reached);
-  __syncthreads();
-  reached = cta.scratch().count;
+  // 3. The threshold, near enough to the rank. If more samples equal it than there is room
+  //    for in the list, leave what equals it out.
+  const Cut cut = SelectWord(cta, SampleWords{keys, samples}, rank, rank / 8,
+                             cta.scratch().min_key, cta.scratch().max_key);
   const bool strict =
-      threshold == 0 ||
-      columns_for(static_cast<float>(reached), samples) > cta.capacity;
-  return {strict ? threshold : threshold - 1, strict};
+      cut.word == 0 ||
+      columns_for(static_cast<float>(cut.reached), samples) > cta.capacity;
+  return {strict ? cut.word : cut.word - 1, strict};
+}
+
+// The keys of a 16-byte vector of scores, in place: one a word, or two.
+template <typename Bits>
+__device__ __forceinline__ void VectorToKeys(uint4& vector) {
+  const auto to_keys = [](uint32_t word) {
+    if constexpr (sizeof(Bits) == 4) {
+      return OrderedKey<Bits>(word);
+    } else {
+      const uint32_t negative = (word >> 15 & 0x00010001u) * 0xFFFFu;
+      return word ^ (negative | 0x80008000u);
+    }
+  };
+  vector = make_uint4(to_keys(vector.x), to_keys(vector.y), to_keys(vector.z),
+                      to_keys(vector.w));
+}
+
+// Key e of a vector of keys; e is a constant.
+template <typename Bits>
+__device__ __forceinline__ uint32_t KeyOfVector(const uint4& keys, int e) {
+  const uint32_t words[4] = {keys.x, keys.y, keys.z, keys.w};
+  if constexpr (sizeof(Bits) == 4) {
+    return words[e];
+  } else {
+    return e % 2 == 0 ? words[e / 2] & 0xFFFFu : words[e / 2] >> 16;
+  }
 }
 
 // The columns of a chunk whose key exceeds `floor`, into the list, in column order. Notes
-// the extremes. Returns their number, or some number above the capacity if they do not fit.
+// the extremes. Returns their number; if that is above the capacity, the list is of no use.
 //
 // Tile by tile: every warp counts what passes in its part of the tile; one barrier; every
 // warp sums up the counts before its own and writes. The next tile is on its way meanwhile.
@@ -481,26 +509,20 @@ __device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>
                                 uint32_t floor) {
   constexpr int kWarps = kThreads / 32;
   constexpr int kPerVector = 16 / sizeof(Bits);
-  constexpr int kUnroll = 4;  // vectors in flight
-  static_assert(kUnroll * kPerVector <= 32, "a thread's passing columns are a bit mask");
+  constexpr int kUnroll = 16 / kPerVector;  // vectors of a lane in a tile
   constexpr uint32_t kTile = kThreads * kUnroll;
   // The counts of the kUnroll vectors of a lane, side by side in one word; their sums over
   // a warp, up to 32 * kPerVector, must not run over.
-  using Packed = std::conditional_t<sizeof(Bits) == 4, uint32_t, uint64_t>;
-  constexpr int kField = 8 * sizeof(Packed) / kUnroll;
+  constexpr int kField = 32 / kUnroll;
   static_assert(32 * kPerVector < 1 << kField);
-  const auto field = [](Packed packed, int u) {
-    return static_cast<uint32_t>(packed >> (u * kField)) & ((1u << kField) - 1);
+  const auto field = [](uint32_t packed, int u) {
+    return packed >> (u * kField) & ((1u << kField) - 1);
   };
 
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t warp = threadIdx.x / 32;
   uint32_t count = 0;
   uint32_t max_key = 0;
-  const auto store = [&](uint32_t position, uint32_t column, uint32_t key) {
-    max_key = max(max_key, key);
-    if (position < cta.capacity) cta.list()[position] = Composite(key, column);
-  };
 
   // The chunk as 16-byte vectors between a head and a tail of less than a vector each.
   const Columns columns = chunk.columns;
@@ -515,12 +537,13 @@ __device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>
   // Head and tail: every warp looks, so that all know the count, and the first writes.
   const auto filter_edge = [&](uint32_t from, uint32_t to) {
     const uint32_t column = from + lane;
-    const uint32_t key = column < to ? chunk.Key(column) : 0;
-    const bool passes = column < to && key > floor;
-    const unsigned mask = __ballot_sync(kFullWarp, passes);
-    if (passes && warp == 0) {
-      store(count + __popc(mask & ((1u << lane) - 1)), column, key);
+    const uint32_t key = column < to ? chunk.KeyAt(column) : 0;
+    const unsigned mask = __ballot_sync(kFullWarp, key > floor);
+    const uint32_t position = count + __popc(mask & ((1u << lane) - 1));
+    if (key > floor && warp == 0 && position < cta.capacity) {
+      cta.list()[position] = Composite(key, column);
     }
+    max_key = max(max_key, key);
     count += __popc(mask);
   };
 
@@ -528,44 +551,39 @@ __device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>
   ResetExtremes(cta);
   filter_edge(columns.start, head);
 
-  uint4 loaded[kUnroll];
   const auto vector_of = [&](uint32_t base, int u) {
     return base + (warp * kUnroll + u) * 32 + lane;
   };
+  uint4 next[kUnroll];
   const auto load = [&](uint32_t base) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t i = vector_of(base, u);
-      if (i < num_vectors) loaded[u] = __ldg(vectors + i);
+      if (i < num_vectors) next[u] = __ldg(vectors + i);
     }
   };
   load(0);
   int turn = 0;
   for (uint32_t base = 0; base < num_vectors; base += kTile, turn ^= 1) {
-    uint32_t passing = 0;
-    Packed mine = 0;
+    uint4 keys[kUnroll];
+    uint32_t mine = 0;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t words[4] = {loaded[u].x, loaded[u].y, loaded[u].z, loaded[u].w};
-      uint32_t of_vector = 0;
+      keys[u] = next[u];
+      VectorToKeys<Bits>(keys[u]);
+      // A key of 0 passes no filter.
+      if (vector_of(base, u) >= num_vectors) keys[u] = make_uint4(0, 0, 0, 0);
+      uint32_t passing = 0;
 #pragma unroll
       for (int e = 0; e < kPerVector; ++e) {
-        uint32_t key;
-        if constexpr (sizeof(Bits) == 4) {
-          key = OrderedKey<Bits>(words[e]);
-        } else {
-          key = OrderedKey<Bits>(static_cast<Bits>(words[e / 2] >> (16 * (e % 2))));
-        }
-        of_vector |= (key > floor ? 1u : 0u) << e;
+        passing += KeyOfVector<Bits>(keys[u], e) > floor ? 1 : 0;
       }
-      if (vector_of(base, u) >= num_vectors) of_vector = 0;
-      passing |= of_vector << (u * kPerVector);
-      mine |= static_cast<Packed>(__popc(of_vector)) << (u * kField);
+      mine |= passing << (u * kField);
     }
     load(base + kTile);
 
-    const Packed sum = WarpInclusiveSum(mine);
-    const Packed of_warp = __shfl_sync(kFullWarp, sum, 31);
+    const uint32_t sum = WarpInclusiveSum(mine);
+    const uint32_t of_warp = __shfl_sync(kFullWarp, sum, 31);
     uint32_t total = 0;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) total += field(of_warp, u);
@@ -577,21 +595,24 @@ __device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>
     uint32_t position =
         count + SumBeforeWarp<kWarps>(cta.scratch().totals[turn], &all);
     count += all;
+    if (count > cta.capacity) break;
     if (total > 0) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         uint32_t at = position + field(sum, u) - field(mine, u);
-        uint32_t of_vector = passing >> (u * kPerVector) & ((1u << kPerVector) - 1);
-        const uint32_t column = head + vector_of(base, u) * kPerVector - 1;
-        for (; of_vector != 0; of_vector &= of_vector - 1, ++at) {
-          // Read again (from L1): a register array cannot be indexed by the bit.
-          const uint32_t of_bit = column + __ffs(of_vector);
-          store(at, of_bit, chunk.Key(of_bit));
+        const uint32_t column = head + vector_of(base, u) * kPerVector;
+#pragma unroll
+        for (int e = 0; e < kPerVector; ++e) {
+          const uint32_t key = KeyOfVector<Bits>(keys[u], e);
+          if (key > floor) {
+            cta.list()[at] = Composite(key, column + e);
+            max_key = max(max_key, key);
+            ++at;
+          }
         }
         position += field(of_warp, u);
       }
     }
-    if (count > cta.capacity) break;
   }
   filter_edge(tail, columns.stop);
   if (num_vectors == 0) __syncthreads();  // the extremes have been reset
@@ -616,7 +637,7 @@ __device__ uint32_t CollectTies(const Cta<kThreads>& cta, const RowEntries<Bits>
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
       const bool inside = first + j < chunk.columns.stop;
-      if (inside && chunk.Key(first + j) == key) ties |= 1u << j;
+      if (inside && chunk.KeyAt(first + j) == key) ties |= 1u << j;
     }
     uint32_t all;
     uint32_t position =
@@ -644,8 +665,8 @@ template <int kThreads, typename Bits>
 __device__ Reduced SelectExactly(const Cta<kThreads> cta,
                                               const RowEntries<Bits> chunk, uint32_t k) {
   __syncthreads();
-  const uint32_t key = CompositeKey(
-      SelectThreshold(cta, chunk, k, 0, 0, ~uint64_t{0}, chunk.columns).composite);
+  const uint32_t key =
+      SelectWord(cta, KeyWords<RowEntries<Bits>>{chunk}, k, 0, 0, 0xFFFFFFFFu).word;
   const uint32_t survivors = FilterChunk(cta, chunk, key);  // at most k
   return {survivors, CollectTies(cta, chunk, key, k - survivors, survivors), true};
 }
@@ -673,10 +694,8 @@ __device__ uint64_t SelectInList(const Cta<kThreads>& cta, uint32_t count, uint3
                                  Columns columns) {
   if (count == k) return 0;
   const ListEntries entries = {cta.list(), count};
-  return SelectThreshold(cta, entries, k, 0,
-                         Composite(cta.scratch().min_key, 0xFFFFFFFFu),
-                         Composite(cta.scratch().max_key, 0), columns)
-      .composite;
+  return SelectThreshold(cta, entries, k, cta.scratch().min_key, cta.scratch().max_key,
+                         columns);
 }
 
 // Calls write(position, composite) for the survivors and ties of a list, merged into
@@ -876,13 +895,15 @@ __device__ void EmitPadding(const TopKParams& params, int64_t row, uint32_t kept
 // The answer of a row. A barrier must follow before shared memory is used again.
 //
 // `chunk` is what this CTA reads of a row that it cannot load whole: all of it, unless it
-// shares the row with others. Then `meet(&reduced)` hands over what the chunk was reduced
+// shares the row with others. Then `prepare()` is called early, while there is time, and
+// `meet(&reduced)` hands over what the chunk was reduced
 // to; it returns false if another CTA answers, and else leaves in the list and in `reduced`
 // what the chunks of all were reduced to, and in the scratch the extremes of the keys.
-template <int kThreads, typename Bits, typename Meet>
+template <int kThreads, typename Bits, typename Prepare, typename Meet>
 __device__ void SelectRow(const Cta<kThreads>& cta, const TopKParams& params, int64_t row,
                           const RowEntries<Bits>& entries, const RowEntries<Bits>& chunk,
-                          uint32_t max_samples, Meet&& meet) {
+                          uint32_t max_samples, Prepare&& prepare,
+                          Meet&& meet) {
   const uint32_t k = static_cast<uint32_t>(params.k);
   const uint32_t length = entries.Size();
 
@@ -893,9 +914,7 @@ __device__ void SelectRow(const Cta<kThreads>& cta, const TopKParams& params, in
     } else {
       const RowOutput<Bits> out(params, row);
       for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
-        uint64_t composite;
-        entries.Get(i, &composite);
-        out(i, composite);
+        out(i, entries.Get(i));
       }
     }
     EmitPadding<kThreads, Bits>(params, row, length);
@@ -906,7 +925,7 @@ __device__ void SelectRow(const Cta<kThreads>& cta, const TopKParams& params, in
   if (length <= cta.capacity) {
     LoadChunk(cta, entries);
   } else {
-    const Filter filter = SampleThreshold(cta, entries, k, max_samples);
+    const Filter filter = SampleThreshold(cta, entries, k, max_samples, prepare);
     reduced = ReduceChunk(cta, chunk, k, filter);
     if (!meet(&reduced)) return;
     if (reduced.survivors + reduced.ties < k) {  // the sample was too high

@@ -30,13 +30,11 @@ struct PublishedEntries {
   uint32_t ctas;
 
   __device__ uint32_t Size() const { return ctas * state.k; }
-  __device__ bool Get(uint32_t i, uint64_t* composite) const {
-    const uint32_t cta = i / state.k;
-    const uint32_t slot = i - cta * state.k;
-    if (slot >= RowState::Survivors(state.counts[cta])) return false;
-    *composite = state.slots[i];
-    return true;
+  __device__ bool Valid(uint32_t i) const {
+    return i % state.k < RowState::Survivors(state.counts[i / state.k]);
   }
+  __device__ uint64_t Get(uint32_t i) const { return state.slots[i]; }
+  __device__ uint32_t Key(uint32_t i) const { return CompositeKey(state.slots[i]); }
 };
 
 // Phase 4, up to the arrival: what a chunk was reduced to, as at most k survivors in
@@ -67,10 +65,22 @@ __device__ void Publish(const Cta<kThreads>& cta, const RowState& state, uint32_
 // reduced to, into the list.
 __device__ Reduced Gather(const Cta<kThreads>& cta, const RowState& state, uint32_t ctas,
                           Columns columns) {
+  const uint32_t k = state.k;
+  // As many threads for each CTA's slots as there are. The first slots are read before it
+  // is known how many are filled: one trip to L2 less.
+  constexpr uint32_t kEarly = 4;
+  uint32_t team = kThreads;
+  while (team * ctas > kThreads) team /= 2;
+  const uint32_t of_team = threadIdx.x / team;
+  const uint32_t in_team = threadIdx.x % team;
+  const uint64_t* slots = state.Slots(min(of_team, ctas - 1));
+  uint64_t early[kEarly];
+#pragma unroll
+  for (uint32_t j = 0; j < kEarly; ++j) early[j] = slots[min(in_team + j * team, k - 1)];
+
   // Every warp sums up the counts: ties in the upper half of a word, survivors in the
   // lower. Lane l has those of CTAs l and l + 32.
   static_assert(kMaxCtasPerRow <= 64);
-  const uint32_t k = state.k;
   const uint32_t lane = threadIdx.x & 31;
   const auto count_of = [&](uint32_t one) -> uint64_t {
     const uint32_t count = one < ctas ? state.counts[one] : 0;
@@ -88,18 +98,14 @@ __device__ Reduced Gather(const Cta<kThreads>& cta, const RowState& state, uint3
   if (survivors > cta.capacity) {
     const PublishedEntries published = {state, ctas};
     const uint64_t threshold =
-        SelectThreshold(cta, published, k, 0, 0, ~uint64_t{0}, columns).composite;
+        SelectThreshold(cta, published, k, 0, 0xFFFFFFFFu, columns);
     Compact(cta, published, threshold, [&](uint32_t position, uint64_t composite) {
       cta.list()[position] = composite;
     });
     return {k, 0, true};
   }
 
-  // As many threads for each CTA's slots as there are.
   const uint32_t wanted_ties = survivors < k ? k - survivors : 0;
-  uint32_t team = kThreads;
-  while (team * ctas > kThreads) team /= 2;
-  const uint32_t of_team = threadIdx.x / team;
   const bool upper = of_team >= 32;
   const uint64_t count = __shfl_sync(kFullWarp, upper ? counts[1] : counts[0], of_team);
   const uint64_t sum = __shfl_sync(kFullWarp, upper ? sums[1] : sums[0], of_team);
@@ -109,20 +115,22 @@ __device__ Reduced Gather(const Cta<kThreads>& cta, const RowState& state, uint3
   uint32_t max_key = 0;
   if (of_team < ctas) {
     const uint64_t before = sum - count;
-    const uint64_t* slots = state.Slots(of_team);
     const uint32_t here = static_cast<uint32_t>(count);
     uint64_t* to = cta.list() + static_cast<uint32_t>(before);
-#pragma unroll 4
-    for (uint32_t i = threadIdx.x % team; i < here; i += team) {
-      const uint64_t composite = slots[i];
+    const auto take = [&](uint32_t i, uint64_t composite) {
       min_key = min(min_key, CompositeKey(composite));
       max_key = max(max_key, CompositeKey(composite));
       to[i] = composite;
+    };
+#pragma unroll
+    for (uint32_t j = 0; j < kEarly; ++j) {
+      if (in_team + j * team < here) take(in_team + j * team, early[j]);
     }
+#pragma unroll 4
+    for (uint32_t i = in_team + kEarly * team; i < here; i += team) take(i, slots[i]);
     const uint32_t skipped = static_cast<uint32_t>(before >> 32);
     const uint32_t ties_here = static_cast<uint32_t>(count >> 32);
-    for (uint32_t i = threadIdx.x % team; i < ties_here && skipped + i < wanted_ties;
-         i += team) {
+    for (uint32_t i = in_team; i < ties_here && skipped + i < wanted_ties; i += team) {
       cta.list()[survivors + skipped + i] = slots[here + i];
     }
   }
@@ -148,20 +156,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t ctas = length <= capacity ? 1 : (length + chunk - 1) / chunk;
     if (mine >= max(ctas, 1u)) continue;
 
-    // 2.
-    const RowState state(workspace, row, static_cast<uint32_t>(params.k));
-    if (ctas > 1) state.Install(workspace.tag);
-    // 3. to 5.
+    // 2. to 5.
     const uint32_t first = entries.columns.start + mine * chunk;
     const RowEntries<Bits> part = {entries.row,
                                    {first, min(first + chunk, entries.columns.stop)}};
-    SelectRow(cta, params, row, entries, part, max_samples, [&](Reduced* reduced) {
+    const auto state = [&] {
+      return RowState(workspace, row, static_cast<uint32_t>(params.k));
+    };
+    const auto install = [&] {
+      if (ctas > 1) state().Install(workspace.tag);
+    };
+    const auto meet = [&](Reduced* reduced) {
       if (ctas == 1) return true;
-      Publish(cta, state, mine, part.columns, *reduced);
-      const bool last = state.Arrive(ctas, &cta.scratch().flag);
-      if (last) *reduced = Gather(cta, state, ctas, entries.columns);
+      Publish(cta, state(), mine, part.columns, *reduced);
+      const bool last = state().Arrive(ctas, &cta.scratch().flag);
+      if (last) *reduced = Gather(cta, state(), ctas, entries.columns);
       return last;
-    });
+    };
+    SelectRow(cta, params, row, entries, part, max_samples, install, meet);
     __syncthreads();
   }
 }
