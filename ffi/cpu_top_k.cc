@@ -30,6 +30,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -417,7 +418,7 @@ bool ParallelFor(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_items,
     std::atomic<bool> out_of_memory{false};
     std::mutex mutex;
     std::condition_variable all_done;
-    int64_t num_done = 0;  // guarded by `mutex`
+    std::atomic<int64_t> num_done{0};  // changes under `mutex` only
 
     void Work() {
       int64_t num_claimed = 0;
@@ -432,10 +433,11 @@ bool ParallelFor(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_items,
       }
       if (num_claimed == 0) return;
       Trim(ThreadScratch().lists);
-      // The mutex also publishes what the body has written.
+      // What the body wrote is published too.
       const std::lock_guard<std::mutex> lock(mutex);
-      num_done += num_claimed;
-      if (num_done == num_items) all_done.notify_all();
+      if (num_done.fetch_add(num_claimed) + num_claimed == num_items) {
+        all_done.notify_all();
+      }
     }
   };
   const auto state = std::make_shared<State>();
@@ -449,8 +451,14 @@ bool ParallelFor(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_items,
     // Fewer helpers, then: those that run already rely on `body`.
   }
   state->Work();
+  const auto finished = [&] { return state->num_done.load() == num_items; };
+  // A helper at work is mostly done sooner than a thread that sleeps would wake.
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + std::chrono::microseconds(50);
+  while (!finished() && Clock::now() < deadline) {
+  }
   std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_done.wait(lock, [&] { return state->num_done == num_items; });
+  state->all_done.wait(lock, finished);
   return !state->out_of_memory.load(std::memory_order_relaxed);
 }
 
