@@ -61,7 +61,7 @@ namespace ffi = ::xla::ffi;
 // Columns filtered between two looks at the survivors.
 constexpr int64_t kTile = 1024;
 // Windows of fewer columns are not sampled.
-constexpr int64_t kMinSampledColumns = 1024;
+constexpr int64_t kMinSampledColumns = 256;
 constexpr int kMinSamplesLog2 = 7;
 constexpr int kMaxSamplesLog2 = 13;
 // Work is counted in columns read; to select and order one item takes as long as to
