@@ -13,18 +13,18 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import implementations  # noqa: E402
 
-_GPU_TEST_SECONDS = 150  # a kernel that hangs ends the run, with a traceback
-_stderr = None
+# A kernel that hangs ends the run with "Timeout" and a traceback that names the test.
+_GPU_TEST_SECONDS = 150
+_stderr = 2
 
 
 def pytest_configure(config):
     global _stderr
-    _stderr = os.fdopen(os.dup(2), "w")  # the real one: output is not captured yet
+    _stderr = os.dup(2)  # the real one: output is not captured yet
 
 
 def pytest_unconfigure():
-    if _stderr is not None:
-        _stderr.close()
+    os.close(_stderr)
 
 
 def pytest_runtest_setup(item):

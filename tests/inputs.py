@@ -50,14 +50,25 @@ def from_bits(rng, shape, dtype):
 
 
 # Where the native implementations look for their sample: one column from each of
-# `num_samples` equal parts of a row. Copied from the sources; an adversary that has
-# fallen behind them still tests something, only not what its name says.
+# `num_samples` equal parts of a row, at a place that a hash of the part's number gives.
+# Copied from the sources, since nothing else can mislead a sample; a test makes sure
+# that the copies have not fallen behind.
+
+SAMPLERS_IN_THE_SOURCES = {
+    "cpu_top_k.cc": (
+        "within = (i + 1) * 0x9E3779B97F4A7C15u >> 32;",
+        "(i * length + (within * length >> 32)) >> log2",
+    ),
+    "select.cuh": (
+        "jitter = (i * 2654435761u) >> 16;",
+        "(i * size + (jitter * size >> 16)) >> log_samples",
+    ),
+}
 
 
 def columns_that_cpu_samples(length, num_samples):
     i = np.arange(num_samples, dtype=np.uint64)
-    mixed = (i * np.uint64(0x9E3779B9) ^ np.uint64(0x5BD1E995)) & np.uint64(2**32 - 1)
-    place = mixed * np.uint64(0xC2B2AE3D27D4EB4F) >> np.uint64(32)
+    place = (i + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
     place = place * np.uint64(length) >> np.uint64(32)
     return (i * np.uint64(length) + place) // np.uint64(num_samples)
 

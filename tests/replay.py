@@ -64,7 +64,7 @@ def replay(bent, rows, n, k, ragged, sorted):
 
 def main():
     for bent in (
-        implementations.Implementation("split", "cuda", (4, 0, 0, 0, 512)),
+        implementations.Implementation("split", "cuda", (4, 256, 0, 0, 0)),
         implementations.Implementation("split", "cuda", (3, 1, 16, 6, 0)),
         implementations.Implementation("split", "cuda"),
         implementations.Implementation("row", "cuda"),

@@ -7,14 +7,16 @@ Runs in a process of its own under `python -O` too, so nothing here rests on `as
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_topk import top_k
+import jax_topk
 
+top_k: Any = jax_topk.top_k  # misused below, whatever its types say
 SCORES = np.zeros((3, 7), np.float32)
 
 
@@ -28,7 +30,7 @@ def on_cpu(scores, k, **options):
     return jax.jit(lambda x: top_k(x, k, **options))(scores)
 
 
-def shaped(shape, dtype=np.float32):
+def shaped(shape, dtype: Any = np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

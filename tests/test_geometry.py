@@ -15,7 +15,7 @@ import oracle
 import pytest
 from implementations import Implementation
 
-pytestmark = pytest.mark.gpu
+from jax_topk import _ffi
 
 N, K = 5003, 300
 # CTAs a row, capacity, samples, grid, threads.
@@ -25,14 +25,42 @@ GEOMETRIES = [
     ("row", (0, 512, 64, 3, 512)),
     ("row", (0, 700, 16384, 0, 1024)),
     ("row", (0, 0, 0, 1, 1024)),
-    ("split", (2, 0, 0, 0, 0)),
+    ("split", (2, 2048, 0, 0, 0)),
     ("split", (3, 1, 0, 0, 0)),
     ("split", (4, 1, 1, 4, 0)),
-    ("split", (7, 512, 64, 21, 512)),
-    ("split", (16, 700, 16384, 0, 1024)),
-    ("split", (64, 1, 33, 0, 512)),
+    ("split", (7, 1024, 64, 21, 0)),
+    ("split", (16, 700, 16384, 0, 0)),
+    ("split", (64, 1, 33, 0, 0)),
 ]
-BENT = [Implementation(name, "cuda", geometry) for name, geometry in GEOMETRIES]
+BENT = [
+    pytest.param(
+        Implementation(name, "cuda", geometry),
+        id=str(Implementation(name, "cuda", geometry)),
+        marks=pytest.mark.gpu,
+    )
+    for name, geometry in GEOMETRIES
+]
+
+
+@pytest.mark.parametrize(("name", "geometry"), GEOMETRIES)
+def test_the_planner_keeps_to_a_geometry_given_by_hand(name, geometry):
+    made = _ffi.plan(
+        rows=50,
+        n=N,
+        k=K,
+        dtype="float32",
+        platform="cuda",
+        compute_capability=90,
+        num_sms=132,
+        shared_memory_bytes=232448,
+        implementation=name,
+        geometry=geometry,
+    )
+    ctas, capacity, samples, grid, _ = geometry
+    assert made.ctas_per_row == max(ctas, 1)
+    assert made.capacity == max(capacity, 512) if capacity else made.capacity > N
+    assert made.num_samples <= samples or not samples
+    assert made.grid == grid or not grid
 
 
 @functools.cache
@@ -65,13 +93,13 @@ def check_all(implementation, dtype, sorted):
 
 
 @pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
-@pytest.mark.parametrize("bent", BENT, ids=str)
+@pytest.mark.parametrize("bent", BENT)
 def test_every_distribution_is_exact_under_a_bent_geometry(bent, sorted):
     check_all(bent, np.float32, sorted)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
-@pytest.mark.parametrize("bent", BENT[1::2], ids=str)
+@pytest.mark.parametrize("bent", BENT[1::2])
 def test_every_16_bit_distribution_is_exact_under_a_bent_geometry(bent, dtype):
     check_all(bent, dtype, False)
 
@@ -81,6 +109,7 @@ def test_every_16_bit_distribution_is_exact_under_a_bent_geometry(bent, dtype):
     [("row", (0, 1, 1, 1, 0)), ("row", (0, 0, 0, 2, 512)), ("split", (5, 1, 1, 10, 0))],
 )
 @pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.gpu
 def test_the_largest_native_k_under_a_bent_geometry(name, geometry, sorted):
     n, k = 20_011, 4096
     labels, scores = inputs.batch(n, k, np.float32)
@@ -88,7 +117,7 @@ def test_the_largest_native_k_under_a_bent_geometry(name, geometry, sorted):
     bent.check(scores, k, sorted=sorted, labels=labels)
 
 
-@pytest.mark.parametrize("bent", BENT, ids=str)
+@pytest.mark.parametrize("bent", BENT)
 def test_tiny_rows_under_a_bent_geometry(bent):
     rng = inputs.generator("tiny")
     scores = rng.integers(-3, 3, (40, 19)).astype(np.float32)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle agrees with a brute force; the check turns red for each kind of fault."""
 
+import pathlib
 import re
 
 import inputs
@@ -190,6 +191,14 @@ def test_check_tells_the_two_orders_apart():
     scores, lengths, values, indices = answer()
     with pytest.raises(AssertionError, match="sorted=False"):
         oracle.check((values, indices), scores, 16, lengths, sorted=False)
+
+
+@pytest.mark.parametrize("name", inputs.SAMPLERS_IN_THE_SOURCES)
+def test_the_adversaries_know_where_the_sources_sample(name):
+    source = pathlib.Path(__file__).parent.parent.joinpath("ffi", name).read_text()
+    source = " ".join(source.split())
+    for line in inputs.SAMPLERS_IN_THE_SOURCES[name]:
+        assert line in source, f"the sampler has changed: adapt tests/inputs.py, {line}"
 
 
 def test_a_sample_sees_what_the_adversaries_show_it():

@@ -19,14 +19,37 @@ import oracle
 import pytest
 from implementations import Implementation
 
-pytestmark = pytest.mark.gpu
+from jax_topk import _ffi
 
 INT_MIN = -(2**31)
 N, K = 1000, 48
-SPLIT = Implementation("split", "cuda", (4, 0, 0, 0, 512))
-OVERFLOWING = Implementation("split", "cuda", (5, 1, 16, 10, 512))
+SPLIT = Implementation("split", "cuda", (4, 256, 0, 0, 0))
+OVERFLOWING = Implementation("split", "cuda", (5, 1, 16, 10, 0))
 ROW = Implementation("row", "cuda", (0, 1, 16, 2, 512))
-EACH = pytest.mark.parametrize("bent", [SPLIT, OVERFLOWING, ROW], ids=str)
+EACH = pytest.mark.parametrize(
+    "bent",
+    [
+        pytest.param(bent, id=str(bent), marks=pytest.mark.gpu)
+        for bent in (SPLIT, OVERFLOWING, ROW)
+    ],
+)
+
+
+@pytest.mark.parametrize("bent", [SPLIT, OVERFLOWING], ids=str)
+def test_rows_of_these_tests_are_shared_by_several_ctas(bent):
+    made = _ffi.plan(
+        rows=8,
+        n=N,
+        k=K,
+        dtype="float32",
+        platform="cuda",
+        compute_capability=90,
+        num_sms=132,
+        shared_memory_bytes=232448,
+        implementation="split",
+        geometry=bent.geometry,
+    )
+    assert made.ctas_per_row == bent.geometry[0] and made.capacity < N
 
 
 @functools.cache
@@ -65,7 +88,7 @@ def test_short_rows_between_long_ones(bent):
 
 @EACH
 def test_ten_thousand_calls_in_scans(bent):
-    rows, n, k, steps = 3, 256, 16, 1000
+    rows, n, k, steps = 3, 600, 16, 1000
     rng = inputs.generator("scan")
     scores = rng.integers(-99, 99, (steps, rows, n)).astype(np.float32)
     lengths = rng.integers(-1, n + 2, (steps, rows)).astype(np.int32)
@@ -180,6 +203,7 @@ def test_a_loop_whose_trip_count_is_data(bent):
 REPLAY = pathlib.Path(__file__).with_name("replay.py")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "flags",
     ["--xla_gpu_graph_min_graph_size=1", "--xla_gpu_enable_command_buffer="],

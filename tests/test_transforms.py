@@ -180,7 +180,7 @@ def test_cond_while_and_map(platform, scores, lengths):
 
 def test_remat(platform, scores):
     def loss(x):
-        return jnp.sum(top_k(jnp.sin(x), K).values)
+        return jnp.sum(top_k(-2 * x, K).values)
 
     want = jax.grad(loss)(scores)
     np.testing.assert_array_equal(jax.grad(jax.checkpoint(loss))(scores), want)
@@ -197,6 +197,12 @@ def test_static_arguments_of_a_jit(platform, scores):
 
 
 # Sharding, over eight CPU devices.
+
+
+def collectives(compiled):
+    text = compiled.as_text()
+    assert text and "ENTRY" in text
+    return re.findall(COLLECTIVES, text)
 
 
 def mesh_of(axis_type, shape=(8,), names=("x",)):
@@ -228,7 +234,7 @@ def test_sharded_rows_stay_where_they_are(shape, names, spec, windowed, name):
         rows = jax.device_put(lengths, NamedSharding(mesh, P(*spec[:-1])))
     select = jax.jit(lambda x, r: top_k(x, K, lengths=r, implementation=name))
     compiled = select.lower(placed, rows).compile()
-    assert not re.search(COLLECTIVES, compiled.as_text())
+    assert not collectives(compiled)
     result = compiled(placed, rows)
     for x in result:
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
@@ -256,7 +262,7 @@ def test_a_sharded_selected_axis_is_gathered():
     scores = scores.astype(np.float32)
     placed = jax.device_put(scores, NamedSharding(mesh, P(None, "x")))
     compiled = jax.jit(lambda x: top_k(x, K)).lower(placed).compile()
-    assert "all-gather" in compiled.as_text()
+    assert "all-gather" in collectives(compiled)
     check(compiled(placed), scores, K)
 
 
