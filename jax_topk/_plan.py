@@ -51,7 +51,6 @@ def _registrations() -> dict[str, dict[str, Any]]:
 REGISTRATIONS = _registrations()
 BUILD_INFO = _ffi.build_info()
 VERSION: str = BUILD_INFO["version"]
-MAX_K: int = _ffi.MAX_K
 IMPLEMENTATIONS: tuple[str, ...] = _ffi.IMPLEMENTATIONS
 
 # A symbolic dimension (jax.export) is planned as if it were very large. Many rows
@@ -121,11 +120,6 @@ def choose(
         geometry: a plan given by hand, for tests.
     """
     known = all(isinstance(size, int) for size in batch)
-    reason = ""
-    if device.platform == "cuda" and device.num_sms and not BUILD_INFO["cuda"]:
-        # The GPU is right here, but no kernel is.
-        reason = "this build of jax_topk has no CUDA kernels"
-    asked = implementation or ""
     plan = _ffi.plan(
         rows=math.prod(batch) if known else UNKNOWN_ROWS,
         n=n if isinstance(n, int) else UNKNOWN_COLUMNS,
@@ -135,9 +129,12 @@ def choose(
         compute_capability=device.compute_capability,
         num_sms=device.num_sms,
         shared_memory_bytes=device.shared_memory_bytes,
-        implementation="xla" if reason and not asked else asked,
+        implementation=implementation or "",
         geometry=geometry,
     )
-    if not reason or plan.implementation == "xla":
-        return Choice(plan.implementation, reason or plan.reason, plan)
-    return Choice("", reason, plan)
+    needs_kernels = plan.implementation in ("row", "split")
+    if needs_kernels and device.num_sms and not BUILD_INFO["cuda"]:
+        # The GPU is right here, but no kernel is.
+        reason = "this build of jax_topk has no CUDA kernels"
+        return Choice("" if implementation else "xla", reason, plan)
+    return Choice(plan.implementation, plan.reason, plan)

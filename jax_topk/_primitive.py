@@ -143,17 +143,17 @@ def _lower(
     scores, k = ctx.avals_in[0], params["k"]
     if k == 0 or 0 in scores.shape:
         return _lower_jax(empty_top_k, ctx, *operands, **params)
-    name = platform or str((ctx.platforms or ctx.module_context.platforms)[0])
+    where = platform or str((ctx.platforms or ctx.module_context.platforms)[0])
     # With jax.export, or lowering_platforms, the backend is the host's: its devices say
     # nothing of where the program will run.
     backend = ctx.module_context.backend
-    here = name == "cuda" and getattr(backend, "platform", "") in ("gpu", "cuda")
+    here = where == "cuda" and getattr(backend, "platform", "") in ("gpu", "cuda")
     choice = _plan.choose(
         scores.shape[:-1],
         scores.shape[-1],
         k,
         scores.dtype,
-        _plan.device_facts(name, backend.devices() if here else ()),
+        _plan.device_facts(where, backend.devices() if here else ()),
         implementation=implementation,
         geometry=geometry,
     )
@@ -164,11 +164,11 @@ def _lower(
             "top_k requires an implementation that can run here; got "
             f"implementation={implementation!r}, but {choice.reason} "
             f"(scores.shape={scores.shape}, scores.dtype={scores.dtype}, k={k}, "
-            f"platform={name!r})"
+            f"platform={where!r})"
         )
     attributes = {f"has_{name}": name in params["window"] for name in WINDOW}
     attributes |= {"k": np.int64(k), "sorted": params["sorted"]}
-    if name == "cuda":
+    if where == "cuda":
         attributes["geometry"] = np.asarray(geometry or (0,) * 5, np.int64)
     target = _plan.TARGETS[choice.implementation]
     workspace = choice.plan.workspace_bytes_per_row
