@@ -2,6 +2,7 @@
 """No distribution of scores makes the answer approximate."""
 
 import functools
+import pathlib
 
 import inputs
 import jax
@@ -145,3 +146,15 @@ def test_more_infinities_than_k_and_fewer_finite_scores_than_k(implementation):
     scores[4, rng.permutation(n)[: k - 1]] = 1.0
     lengths = np.array([n, n, n, n, n, k + 5], np.int32)
     implementation.check(scores, k, lengths)
+
+
+DATA = pathlib.Path(__file__).parent.parent / "examples/data/indexer_scores.npz"
+
+
+@pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_real_indexer_scores(implementation, dtype, sorted):
+    with np.load(DATA) as data:
+        scores, lengths = data["scores"].astype(dtype), data["lengths"]
+    assert scores.shape == (8, 65_536) and (scores == 0).mean() > 0.1
+    implementation.check(scores, 2048, lengths, sorted=sorted)
