@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handlers: where XLA's call becomes a kernel launch. Checks the operands, plans
-// the geometry for the rows and the device at hand, launches, translates errors.
+// The CUDA handlers: where XLA's call becomes a kernel launch. Checks the operands,
+// plans the geometry for the rows and the device at hand, launches, translates errors.
 //
-// A handler runs when XLA records a graph, not each time the graph runs: nothing here may
-// depend on run-time values, allocate, or synchronise.
+// A handler runs when XLA records a graph, not each time the graph runs: nothing here
+// may depend on run-time values, allocate, or synchronise.
 
 #include <cuda_runtime_api.h>
 
@@ -26,17 +26,18 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 ffi::Error CudaError(const char* call, cudaError_t error) {
-  return ffi::Error::Internal(std::string("jax_topk: ") + call + " failed: " +
-                              cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+  return ffi::Error::Internal(std::string("jax_topk: ") + call +
+                              " failed: " + cudaGetErrorName(error) + ", " +
+                              cudaGetErrorString(error));
 }
 
-#define JAX_TOPK_RETURN_IF_ERROR(call)                                 \
-  if (const cudaError_t error = (call); error != cudaSuccess) {        \
+#define JAX_TOPK_RETURN_IF_ERROR(call)                                  \
+  if (const cudaError_t error = (call); error != cudaSuccess) {         \
     return ::xla::ffi::Unexpected<ffi::Error>(CudaError(#call, error)); \
   }
 
-// Facts of the current device. Read, and its kernels prepared, once per device: function
-// attributes belong to a device, not to the process.
+// Facts of the current device. Read, and its kernels prepared, once per device:
+// function attributes belong to a device, not to the process.
 ffi::ErrorOr<Device> CurrentDevice() {
   static std::mutex mutex;
   static auto& devices = *new std::map<int, Device>();
@@ -85,12 +86,12 @@ ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
   if (!operands) return operands.error();
   const TopKParams& params = operands->params;
   if (by_hand.size() != kGeometryFields) {
-    return ffi::Error::InvalidArgument("jax_topk: expected geometry of " +
-                                       std::to_string(kGeometryFields) +
-                                       " numbers, got " +
-                                       std::to_string(by_hand.size()));
+    return ffi::Error::InvalidArgument(
+        "jax_topk: expected geometry of " + std::to_string(kGeometryFields) +
+        " numbers, got " + std::to_string(by_hand.size()));
   }
-  const Geometry geometry = {by_hand[0], by_hand[1], by_hand[2], by_hand[3], by_hand[4]};
+  const Geometry geometry = {by_hand[0], by_hand[1], by_hand[2], by_hand[3],
+                             by_hand[4]};
   if (params.rows == 0) return ffi::Error::Success();  // a shard without rows
 
   const auto device = CurrentDevice();
@@ -99,7 +100,8 @@ ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
       MakePlan({params.rows, params.n, params.k, params.type}, *device, implementation,
                geometry, split ? operands->workspace_bytes_per_row : -1);
   if (plan.implementation != implementation) {
-    return ffi::Error::InvalidArgument(std::string("jax_topk: '") + Name(implementation) +
+    return ffi::Error::InvalidArgument(std::string("jax_topk: '") +
+                                       Name(implementation) +
                                        "' cannot run on this device: " + plan.reason);
   }
   if (split) {
@@ -114,9 +116,9 @@ ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
   return ffi::Error::Success();
 }
 
-ffi::Error RowTopK(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   int64_t k, bool has_lengths, bool has_starts, bool sorted,
-                   ffi::Span<const int64_t> geometry) {
+ffi::Error RowTopK(cudaStream_t stream, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, int64_t k, bool has_lengths,
+                   bool has_starts, bool sorted, ffi::Span<const int64_t> geometry) {
   return Dispatch(Implementation::kRow, stream, args, rets, k, has_lengths, has_starts,
                   sorted, geometry);
 }
@@ -124,8 +126,8 @@ ffi::Error RowTopK(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
 ffi::Error SplitTopK(cudaStream_t stream, ffi::RemainingArgs args,
                      ffi::RemainingRets rets, int64_t k, bool has_lengths,
                      bool has_starts, bool sorted, ffi::Span<const int64_t> geometry) {
-  return Dispatch(Implementation::kSplit, stream, args, rets, k, has_lengths, has_starts,
-                  sorted, geometry);
+  return Dispatch(Implementation::kSplit, stream, args, rets, k, has_lengths,
+                  has_starts, sorted, geometry);
 }
 
 auto Binding() {

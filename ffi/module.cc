@@ -56,14 +56,14 @@ nb::dict BuildInfo() {
   info["version"] = JAX_TOPK_VERSION;
   info["cuda"] = JAX_TOPK_CUDA_VERSION;
   info["cuda_architectures"] = JAX_TOPK_CUDA_ARCHITECTURES;
-  info["ffi_api"] = std::to_string(XLA_FFI_API_MAJOR) + "." +
-                    std::to_string(XLA_FFI_API_MINOR);
+  info["ffi_api"] =
+      std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   return info;
 }
 
-constexpr Implementation kImplementations[] = {Implementation::kXla, Implementation::kCpu,
-                                               Implementation::kRow,
-                                               Implementation::kSplit};
+constexpr Implementation kImplementations[] = {
+    Implementation::kXla, Implementation::kCpu, Implementation::kRow,
+    Implementation::kSplit};
 
 Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype,
                     const std::string& platform, int64_t compute_capability,
@@ -83,14 +83,16 @@ Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype
     if (implementation == Name(one)) requested = one;
   }
   if (!implementation.empty() && requested == Implementation::kNone) {
-    throw nb::value_error(("no implementation is named '" + implementation + "'").c_str());
+    throw nb::value_error(
+        ("no implementation is named '" + implementation + "'").c_str());
   }
 
   int64_t fields[kGeometryFields] = {};
   const size_t given = nb::len(geometry);
   if (given != 0 && given != kGeometryFields) {
-    throw nb::value_error("geometry has 5 numbers: ctas_per_row, capacity, num_samples, "
-                          "grid, num_threads");
+    throw nb::value_error(
+        "geometry has 5 numbers: ctas_per_row, capacity, num_samples, "
+        "grid, ctas_per_sm");
   }
   for (size_t i = 0; i < given; ++i) fields[i] = nb::cast<int64_t>(geometry[i]);
   return MakePlan(problem, device, requested,
@@ -117,6 +119,7 @@ NB_MODULE(_ffi, module) {
                    [](const Plan& plan) { return jax_topk::Name(plan.implementation); })
       .def_ro("reason", &Plan::reason)
       .def_ro("num_threads", &Plan::num_threads)
+      .def_ro("ctas_per_sm", &Plan::ctas_per_sm)
       .def_ro("ctas_per_row", &Plan::ctas_per_row)
       .def_ro("min_chunk", &Plan::min_chunk)
       .def_ro("grid", &Plan::grid)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The XLA side of every handler: checks each operand and result of a call and turns them
-// into TopKParams. One voice for all targets: expected ..., got ...
+// The XLA side of every handler: checks each operand and result of a call and turns
+// them into TopKParams. One voice for all targets: expected ..., got ...
 
 #pragma once
 
@@ -34,8 +34,8 @@ inline std::string Text(const ffi::AnyBuffer& buffer) {
   return text + "]";
 }
 
-// Checks that `buffer` is dtype[batch..., last], where `batch` are the leading dimensions
-// of the scores; last < 0 accepts any.
+// Checks that `buffer` is dtype[batch..., last], where `batch` are the leading
+// dimensions of the scores; last < 0 accepts any.
 inline ffi::Error CheckBuffer(const char* name, const ffi::AnyBuffer& buffer,
                               ffi::DataType dtype, ffi::AnyBuffer::Dimensions scores,
                               int64_t last) {
@@ -57,9 +57,10 @@ inline ffi::Error CheckBuffer(const char* name, const ffi::AnyBuffer& buffer,
 // Decodes scores[..., n], then lengths[..., 1] and starts[..., 1] as flagged; results
 // values[..., k], indices[..., k] and, if `has_workspace`, u8[..., bytes].
 inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
-                                                  xla::ffi::RemainingRets rets, int64_t k,
-                                                  bool has_lengths, bool has_starts,
-                                                  bool sorted, bool has_workspace) {
+                                                  xla::ffi::RemainingRets rets,
+                                                  int64_t k, bool has_lengths,
+                                                  bool has_starts, bool sorted,
+                                                  bool has_workspace) {
   namespace ffi = ::xla::ffi;
   using operands_internal::CheckBuffer;
   using Unexpected = ffi::Unexpected<ffi::Error>;
@@ -108,8 +109,8 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
                    std::to_string(k));
   }
   if (params.n > kMaxColumns) {
-    return invalid("expected at most " + std::to_string(kMaxColumns) + " columns, got " +
-                   std::to_string(params.n));
+    return invalid("expected at most " + std::to_string(kMaxColumns) +
+                   " columns, got " + std::to_string(params.n));
   }
 
   size_t next = 1;

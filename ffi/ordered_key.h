@@ -2,11 +2,11 @@
 //
 // The order in which scores are selected, as integers.
 //
-// A score becomes a `key`: an unsigned image of its bits that grows with IEEE total order
-// (-NaN < -inf < ... < -0 < +0 < ... < +inf < +NaN). A key and a column become a
-// `composite`, a 64-bit integer that no two columns of a row share: larger composites are
-// selected first, and among equal keys the smaller column has the larger composite. Both
-// maps are bijections, so a composite gives back the exact bits of the score.
+// A score becomes a `key`: an unsigned image of its bits that grows with IEEE total
+// order (-NaN < -inf < ... < -0 < +0 < ... < +inf < +NaN). A key and a column become a
+// `composite`, a 64-bit integer that no two columns of a row share: larger composites
+// are selected first, and among equal keys the smaller column has the larger composite.
+// Both maps are bijections, so a composite gives back the exact bits of the score.
 
 #pragma once
 

@@ -5,9 +5,9 @@
 // device access, nothing that a recorded graph could freeze wrongly.
 //
 // It is called at two moments. The lowering calls it with global rows and fixes the
-// implementation (the FFI target) and the workspace bytes a row. The handler calls it with
-// the rows it really got, on the device it really runs on, for the geometry within that
-// workspace. It gates on capacities, never on the name of an architecture.
+// implementation (the FFI target) and the workspace bytes a row. The handler calls it
+// with the rows it really got, on the device it really runs on, for the geometry within
+// that workspace. It gates on capacities, never on the name of an architecture.
 
 #pragma once
 
@@ -37,7 +37,7 @@ struct Problem {
 // Facts of a device. Zero means unknown.
 struct Device {
   Platform platform = Platform::kOther;
-  int64_t compute_capability = 0;   // 80, 90, 121
+  int64_t compute_capability = 0;  // 80, 90, 121
   int64_t num_sms = 0;
   int64_t shared_memory_bytes = 0;  // most that one block may opt in to
 };
@@ -49,13 +49,14 @@ struct Geometry {
   int64_t capacity = 0;
   int64_t num_samples = 0;
   int64_t grid = 0;
-  int64_t num_threads = 0;
+  int64_t ctas_per_sm = 0;
 };
 inline constexpr int64_t kGeometryFields = 5;
 
 struct Plan {
   Implementation implementation = Implementation::kNone;
   int64_t num_threads = 0;          // of a CTA
+  int64_t ctas_per_sm = 0;          // that the registers are shared out to
   int64_t ctas_per_row = 0;         // most that share a row; short rows use fewer
   int64_t min_chunk = 0;            // columns below which a further CTA does not pay
   int64_t grid = 0;                 // CTAs launched; they loop over rows beyond that
@@ -63,7 +64,7 @@ struct Plan {
   int64_t num_samples = 0;          // most scores sampled for the threshold
   int64_t shared_memory_bytes = 0;  // dynamic, of a CTA
   int64_t workspace_bytes_per_row = 0;
-  std::string reason;               // in words
+  std::string reason;  // in words
 };
 
 // What the kernels are built for ------------------------------------------------------
@@ -72,7 +73,8 @@ inline constexpr int64_t kMaxK = 4096;
 inline constexpr int64_t kMaxColumns = 2147483647;
 inline constexpr int64_t kMinComputeCapability = 80;
 inline constexpr int64_t kMinSharedMemoryBytes = 48 << 10;
-inline constexpr int64_t kNumBins = 1024;     // of a histogram
+inline constexpr int kThreads = 512;            // of a CTA
+inline constexpr int64_t kNumBins = 1024;       // of a histogram
 inline constexpr int64_t kScratchBytes = 1024;  // block-wide scalars and scan storage
 inline constexpr int64_t kMaxSamples = 16384;
 inline constexpr int64_t kMaxCtasPerRow = 64;
@@ -85,13 +87,13 @@ inline constexpr int64_t kCapacity = 8192;
 // On longer rows the threshold of 16384 samples leaves more survivors.
 inline constexpr int64_t kLongRow = 1 << 18;
 inline constexpr int64_t kLongRowCapacity = 12288;
-// Up to here one CTA reads a row faster than several can meet (measured on the H200: 14.5
-// and 16.3 us at 32768 columns, 26.9 and 17.4 us at 131072).
+// Up to here one CTA reads a row about as fast as several can meet (measured on the
+// H200: 13.9 us both at 32768 columns, 27.2 and 14.5 us at 131072).
 inline constexpr int64_t kMinSplitColumns = 49152;
 inline constexpr int64_t kMinChunk = 8192;
 
-// Nothing is known of the device (export, or lowering for CUDA on a host without a GPU):
-// the implementation must suit any, and the handler plans the geometry anew.
+// Nothing is known of the device (export, or lowering for CUDA on a host without a
+// GPU): the implementation must suit any, and the handler plans the geometry anew.
 inline constexpr Device kPortableDevice = {Platform::kCuda, kMinComputeCapability, 48,
                                            kMinSharedMemoryBytes};
 
@@ -131,21 +133,21 @@ inline const char* Name(Implementation implementation) {
   return "";
 }
 
-// Dynamic shared memory of a CTA: scratch, histogram, survivors, and the permutation that
-// orders the selected (select.cuh).
+// Dynamic shared memory of a CTA: scratch, histogram, survivors, and the permutation
+// that orders the selected (select.cuh).
 inline int64_t SharedMemoryBytes(int64_t k, int64_t capacity) {
   return kScratchBytes + 4 * kNumBins + 8 * capacity +
          plan_internal::RoundUp(2 * k, 16);
 }
 
-// Workspace of a row: arrival word, a count a CTA, and k composites a CTA (row_state.cuh).
+// Workspace of a row: arrival word, a count and k composites a CTA (row_state.cuh).
 inline int64_t WorkspaceHeaderBytes(int64_t ctas_per_row) {
   return plan_internal::RoundUp(8 + 4 * ctas_per_row, 16);
 }
 
 inline int64_t WorkspaceBytesPerRow(int64_t k, int64_t ctas_per_row) {
-  return plan_internal::RoundUp(WorkspaceHeaderBytes(ctas_per_row) + 8 * k * ctas_per_row,
-                                16);
+  return plan_internal::RoundUp(
+      WorkspaceHeaderBytes(ctas_per_row) + 8 * k * ctas_per_row, 16);
 }
 
 // The most CTAs a row whose workspace fits in `bytes`.
@@ -155,8 +157,8 @@ inline int64_t CtasThatFit(int64_t k, int64_t bytes) {
   return ctas;
 }
 
-// `requested`: kNone lets the planner choose. `workspace_bytes_per_row`: what the handler
-// got; negative at lowering, when the plan is what decides it.
+// `requested`: kNone lets the planner choose. `workspace_bytes_per_row`: what the
+// handler got; negative at lowering, when the plan is what decides it.
 inline Plan MakePlan(const Problem& problem, const Device& given,
                      Implementation requested = Implementation::kNone,
                      const Geometry& geometry = {},
@@ -172,8 +174,8 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     plan.reason = std::move(reason);
     return plan;
   };
-  // What speaks against our own code is a refusal if that code was asked for by name, and
-  // otherwise sends the problem to the reference.
+  // What speaks against our own code is a refusal if that code was asked for by name,
+  // and otherwise sends the problem to the reference.
   const bool chosen_here = requested == Implementation::kNone;
   const auto refuse = [&](const std::string& why) {
     return answer(chosen_here ? Implementation::kXla : Implementation::kNone, why);
@@ -195,12 +197,14 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     if (!chosen_here && !wants_cpu) {
       return refuse("the CUDA kernels need a CUDA device, and this is a CPU");
     }
-    return answer(Implementation::kCpu, "the native handler serves every shape on a CPU");
+    return answer(Implementation::kCpu,
+                  "the native handler serves every shape on a CPU");
   }
   if (given.platform != Platform::kCuda) {
     return refuse("there is native code for CPU and CUDA only");
   }
-  if (wants_cpu) return refuse("the CPU handler needs a CPU, and this is a CUDA device");
+  if (wants_cpu)
+    return refuse("the CPU handler needs a CPU, and this is a CUDA device");
 
   // CUDA from here on.
   const bool known = given.compute_capability > 0 && given.num_sms > 0 &&
@@ -212,8 +216,8 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
                   Number(device.compute_capability));
   }
   if (problem.k > kMaxK) {
-    return refuse("the kernels select at most " + Number(kMaxK) + " of a row, and k is " +
-                  Number(problem.k));
+    return refuse("the kernels select at most " + Number(kMaxK) +
+                  " of a row, and k is " + Number(problem.k));
   }
   if (device.shared_memory_bytes < kMinSharedMemoryBytes) {
     return refuse("the kernels need " + Number(kMinSharedMemoryBytes) +
@@ -230,8 +234,8 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   // the device grants. The least fits in kMinSharedMemoryBytes for every k up to kMaxK.
   const int64_t least = std::max<int64_t>(PowerOfTwoAtLeast(k), 64);
   const int64_t most = (device.shared_memory_bytes - SharedMemoryBytes(k, 0)) / 8;
-  int64_t wanted = n > kLongRow ? std::max(kLongRowCapacity, 4 * k)
-                                : std::max(kCapacity, 3 * k);
+  int64_t wanted =
+      n > kLongRow ? std::max(kLongRowCapacity, 4 * k) : std::max(kCapacity, 3 * k);
   if (geometry.capacity > 0) wanted = geometry.capacity;
   plan.capacity = std::clamp(wanted, least, most);
   plan.shared_memory_bytes = SharedMemoryBytes(k, plan.capacity);
@@ -240,11 +244,9 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
 
   // CTAs a row: those that would idle otherwise, each with a chunk worth reading.
   const auto ctas_for = [&](int64_t of_rows) {
-    const int64_t spread =
-        std::min(device.num_sms / of_rows, CeilDiv(n, kMinChunk));
-    return n < kMinSplitColumns
-               ? int64_t{1}
-               : std::clamp<int64_t>(spread, 1, kMaxCtasPerRow);
+    const int64_t spread = std::min(device.num_sms / of_rows, CeilDiv(n, kMinChunk));
+    return n < kMinSplitColumns ? int64_t{1}
+                                : std::clamp<int64_t>(spread, 1, kMaxCtasPerRow);
   };
   int64_t ctas = ctas_for(rows);
   plan.min_chunk = kMinChunk;
@@ -252,43 +254,42 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     ctas = std::min(geometry.ctas_per_row, kMaxCtasPerRow);
     plan.min_chunk = 1;
   }
-  const bool split =
-      requested == Implementation::kSplit || (chosen_here && ctas > 1);
+  const bool split = requested == Implementation::kSplit || (chosen_here && ctas > 1);
 
   if (!split) {
     plan.implementation = Implementation::kRow;
     plan.ctas_per_row = 1;
-    // Alone on its SM a CTA wants all the threads; two together hide each other's
-    // barriers.
-    plan.num_threads = rows <= device.num_sms ? 1024 : 512;
+    // Alone on its SM a CTA gets all the registers. Two hide each other's barriers,
+    // which pays unless the rows are long (measured on the H200, one and two CTAs an
+    // SM: 256 x 131072 in 70.5 and 69.4 us, 1024 x 8192 in 76 and 61, 256 x 1048576 in
+    // 352 and 383).
+    plan.ctas_per_sm = rows <= device.num_sms || n > kLongRow ? 1 : 2;
     plan.grid = std::min(rows, kMaxGrid);
-    plan.reason =
-        !chosen_here ? "asked for by name"
-        : n < kMinSplitColumns
-            ? Number(n) + " columns are few enough for one CTA a row"
-            : Columns(problem) + " fill " + Number(device.num_sms) +
-                  " SMs with one CTA a row";
+    plan.reason = !chosen_here ? "asked for by name"
+                  : n < kMinSplitColumns
+                      ? Number(n) + " columns are few enough for one CTA a row"
+                      : Columns(problem) + " fill " + Number(device.num_sms) +
+                            " SMs with one CTA a row";
   } else {
     plan.implementation = Implementation::kSplit;
     if (workspace_bytes_per_row < 0) {
-      // Rows may be sharded: leave room for the CTAs that up to 8 times fewer rows want.
-      const int64_t room = geometry.ctas_per_row > 0
-                               ? ctas
-                               : std::min(ctas_for(1), 8 * ctas);
+      // Rows may be sharded: leave room for the CTAs that 8 times fewer rows want.
+      const int64_t room =
+          geometry.ctas_per_row > 0 ? ctas : std::min(ctas_for(1), 8 * ctas);
       plan.workspace_bytes_per_row = WorkspaceBytesPerRow(k, room);
     } else {
       plan.workspace_bytes_per_row = workspace_bytes_per_row;
       const int64_t fit = CtasThatFit(k, workspace_bytes_per_row);
       if (fit < 1) {
-        return answer(Implementation::kNone,
-                      "a row needs " + Number(WorkspaceBytesPerRow(k, 1)) +
-                          " bytes of workspace and got " +
-                          Number(workspace_bytes_per_row));
+        return answer(Implementation::kNone, "a row needs " +
+                                                 Number(WorkspaceBytesPerRow(k, 1)) +
+                                                 " bytes of workspace and got " +
+                                                 Number(workspace_bytes_per_row));
       }
       ctas = std::min(ctas, fit);
     }
     plan.ctas_per_row = ctas;
-    plan.num_threads = 1024;
+    plan.ctas_per_sm = 1;
     plan.grid = std::min(rows, std::max<int64_t>(kMaxGrid / ctas, 1)) * ctas;
     plan.reason = !chosen_here
                       ? "asked for by name"
@@ -296,15 +297,17 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
                             Number(device.num_sms) + " SMs), so " + Number(ctas) +
                             " CTAs share each";
   }
-  if (geometry.num_threads > 0) {
-    plan.num_threads = geometry.num_threads <= 512 ? 512 : 1024;
+  plan.num_threads = kThreads;
+  if (geometry.ctas_per_sm > 0 && !split) {
+    plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
   }
   if (geometry.grid > 0) {
-    plan.grid = std::min(plan.grid, std::max<int64_t>(geometry.grid / plan.ctas_per_row,
-                                                      1) *
-                                        plan.ctas_per_row);
+    plan.grid =
+        std::min(plan.grid, std::max<int64_t>(geometry.grid / plan.ctas_per_row, 1) *
+                                plan.ctas_per_row);
   }
-  if (!known) plan.reason += "; the device is not known here, so this is the portable plan";
+  if (!known)
+    plan.reason += "; the device is not known here, so this is the portable plan";
   return plan;
 }
 

@@ -7,22 +7,22 @@
 // select exactly among the few kept.
 //
 //   SampleThreshold  a filter that about 1.3 to 2 k columns of the row pass
-//   ReduceChunk      one read: the survivors into shared memory, in column order. If the
-//                    sample misled (more survive than fit), SelectExactly on the chunk
-//   SelectWord       the exact select; SelectThreshold: the composite that exactly `rank`
-//                    entries reach
+//   ReduceChunk      one read: the survivors into shared memory, in column order; if
+//                    more survive than fit, SelectExactly on the chunk
+//   SelectWord       the exact select, of 32-bit words
+//   SelectThreshold  by it, the composite that exactly `rank` entries reach
 //   EmitRow          the selected in their final order
 //
 // Exactness never rests on the sample: a threshold decides only how many survive, and
 // whoever counts fewer than k or more than fit takes the exact path over the scores.
 //
-// Plateaus. Many columns may equal the threshold (sums of ReLUs are often exactly 0). If
-// the sample shows that they would not fit, the filter is strict: only larger keys
-// survive, and the ties still missing are read off from the row's start, in column order,
-// stopping as soon as there are enough.
+// Plateaus. Many columns may equal the threshold (sums of ReLUs are often exactly 0).
+// If the sample shows that they would not fit, the filter is strict: only larger keys
+// survive, and the ties still missing are read off from the row's start, in column
+// order, stopping as soon as there are enough.
 //
-// Lists are kept in column order from the start, so that the answer in index order needs
-// no sort.
+// Lists are kept in column order from the start, so that the answer in index order
+// needs no sort.
 //
 // All functions are called by the whole CTA. Unless said otherwise, shared memory that
 // they leave behind is visible to every thread when they return.
@@ -35,6 +35,7 @@
 
 namespace jax_topk {
 
+inline constexpr int kWarps = kThreads / 32;
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 // Entries of a bucket of the sort that are ranked by comparing all pairs.
 inline constexpr uint32_t kFewInBucket = 64;
@@ -42,12 +43,9 @@ inline constexpr uint32_t kFewInBucket = 64;
 extern __shared__ __align__(16) char dynamic_shared_memory[];
 
 // The shared memory of a CTA, carved out of its dynamic allocation in this order:
-// scratch, bins, list, order (plan.h: SharedMemoryBytes). Offsets, not pointers: they are
-// constants, and cost no registers.
-template <int kThreads>
+// scratch, bins, list, order (plan.h: SharedMemoryBytes). Offsets, not pointers: they
+// are constants, and cost no registers.
 struct Cta {
-  static constexpr int kWarps = kThreads / 32;
-
   struct Scratch {
     uint32_t totals[2][kWarps];  // sums of the warps, in turns
     uint32_t bin;                // the bin where the wanted rank falls,
@@ -138,7 +136,7 @@ struct KeyWords {
   }
 };
 
-// The lower halves of the composites with a given key: smaller columns are larger words.
+// The lower halves of the composites with a given key: small columns are large words.
 template <typename Entries>
 struct ColumnWords {
   Entries entries;
@@ -165,10 +163,10 @@ __device__ __forceinline__ T WarpInclusiveSum(T x) {
   return x;
 }
 
-// What the warps before this one have in `totals`, and in *all what all have. Every lane
-// calls it after a barrier that follows the writing of `totals`.
-template <int kWarps>
-__device__ __forceinline__ uint32_t SumBeforeWarp(const uint32_t* totals, uint32_t* all) {
+// What the warps before this one have in `totals`, and in *all what all have. Every
+// lane calls it after a barrier that follows the writing of `totals`.
+__device__ __forceinline__ uint32_t SumBeforeWarp(const uint32_t* totals,
+                                                  uint32_t* all) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x / 32;
   const uint32_t sum = WarpInclusiveSum(lane < kWarps ? totals[lane] : 0u);
@@ -177,35 +175,31 @@ __device__ __forceinline__ uint32_t SumBeforeWarp(const uint32_t* totals, uint32
   return warp > 0 ? before : 0;
 }
 
-// The exclusive sum over the threads of a CTA, and in *all the sum. One barrier; `totals`
-// must not be in use, nor be written again before another barrier. (Measured on the H200:
-// 0.3 us, and 0.9 us with the block scan of CUB for 1024 threads.)
-template <int kThreads>
+// The exclusive sum over the threads of a CTA, and in *all the sum. One barrier;
+// `totals` must not be in use, nor be written again before another barrier. (Measured
+// on the H200 with 1024 threads: 0.3 us, and 0.9 us with the block scan of CUB.)
 __device__ __forceinline__ uint32_t ExclusiveSum(uint32_t x, uint32_t* totals,
                                                  uint32_t* all) {
   const uint32_t sum = WarpInclusiveSum(x);
   if ((threadIdx.x & 31) == 31) totals[threadIdx.x / 32] = sum;
   __syncthreads();
-  return SumBeforeWarp<kThreads / 32>(totals, all) + sum - x;
+  return SumBeforeWarp(totals, all) + sum - x;
 }
 
-template <int kThreads>
-__device__ __forceinline__ void ClearBins(const Cta<kThreads>& cta) {
+__device__ __forceinline__ void ClearBins(const Cta& cta) {
   for (int i = threadIdx.x; i < kNumBins; i += kThreads) cta.bins()[i] = 0;
 }
 
 // Starts to collect the extremes of the keys that this CTA is going to meet. A barrier
 // must follow before NoteExtremes.
-template <int kThreads>
-__device__ __forceinline__ void ResetExtremes(const Cta<kThreads>& cta) {
+__device__ __forceinline__ void ResetExtremes(const Cta& cta) {
   if (threadIdx.x == 0) {
     cta.scratch().min_key = 0xFFFFFFFFu;
     cta.scratch().max_key = 0;
   }
 }
 
-template <int kThreads>
-__device__ __forceinline__ void NoteExtremes(const Cta<kThreads>& cta, uint32_t min_key,
+__device__ __forceinline__ void NoteExtremes(const Cta& cta, uint32_t min_key,
                                              uint32_t max_key) {
   min_key = __reduce_min_sync(kFullWarp, min_key);
   max_key = __reduce_max_sync(kFullWarp, max_key);
@@ -222,25 +216,25 @@ struct Cut {
   uint32_t reached;
 };
 
-// The exact select: the `rank`-th largest word, or a word that `rank` to rank + slack words
-// reach. So above < rank <= reached.
+// The exact select: the `rank`-th largest word, or a word that `rank` to rank + slack
+// words reach. So above < rank <= reached.
 //
 // Requires 1 <= rank <= the words within [low, high], and no word above high.
 //
 //   1. Count the words within [low, high] in bins of equal width.
-//   2. From the top, find the bin where the rank falls; it is the new [low, high]. Done if
-//      no more than the slack of its words are unwanted, or if it is a single word.
+//   2. From the top, find the bin where the rank falls; it is the new [low, high].
+//      Done if no more than the slack of its words are unwanted, or if it is one word.
 //
-// Each round narrows the range by a factor of kNumBins: four rounds at worst. Words of a
-// plateau share a bin: the hardware adds up the increments of a warp to one address.
-template <int kThreads, typename Words>
-__device__ Cut SelectWord(const Cta<kThreads>& cta, const Words& words, uint32_t rank,
+// Each round narrows the range by a factor of kNumBins: four rounds at worst. Words of
+// a plateau share a bin: the hardware adds up the increments of a warp to one address.
+template <typename Words>
+__device__ Cut SelectWord(const Cta& cta, const Words& words, uint32_t rank,
                           uint32_t slack, uint32_t low, uint32_t high) {
   constexpr int kBinBits = 10;
   static_assert(kNumBins == 1 << kBinBits);
   constexpr int kBinsPerThread = kNumBins / kThreads;
   constexpr int kBatch = 4;  // loads in flight
-  typename Cta<kThreads>::Scratch& scratch = cta.scratch();
+  Cta::Scratch& scratch = cta.scratch();
   const uint32_t size = words.Size();
   uint32_t above = 0;  // words beyond `high`
 
@@ -274,7 +268,7 @@ __device__ Cut SelectWord(const Cta<kThreads>& cta, const Words& words, uint32_t
 #pragma unroll
     for (int j = 0; j < kBinsPerThread; ++j) sum += inside[j] = cta.bins()[top - j];
     uint32_t all;
-    uint32_t before = above + ExclusiveSum<kThreads>(sum, scratch.totals[0], &all);
+    uint32_t before = above + ExclusiveSum(sum, scratch.totals[0], &all);
 #pragma unroll
     for (int j = 0; j < kBinsPerThread; ++j) {
       if (before < rank && rank <= before + inside[j]) {
@@ -294,10 +288,10 @@ __device__ Cut SelectWord(const Cta<kThreads>& cta, const Words& words, uint32_t
   }
 }
 
-// The composite that exactly `rank` entries reach: no two are equal. Requires the keys to be
-// within [low, high] and the columns within `columns`.
-template <int kThreads, typename Entries>
-__device__ uint64_t SelectThreshold(const Cta<kThreads>& cta, const Entries& entries,
+// The composite that exactly `rank` entries reach: no two are equal. Requires the keys
+// to be within [low, high] and the columns within `columns`.
+template <typename Entries>
+__device__ uint64_t SelectThreshold(const Cta& cta, const Entries& entries,
                                     uint32_t rank, uint32_t low, uint32_t high,
                                     Columns columns) {
   const Cut key = SelectWord(cta, KeyWords<Entries>{entries}, rank, 0, low, high);
@@ -309,12 +303,12 @@ __device__ uint64_t SelectThreshold(const Cta<kThreads>& cta, const Entries& ent
   return Composite(key.word, ~column.word);
 }
 
-// Calls write(position, composite) for the entries that reach `threshold`, in the order of
-// the entries. `write` may overwrite entries up to the one it is called for. Returns their
-// number.
-template <int kThreads, typename Entries, typename Write>
-__device__ uint32_t Compact(const Cta<kThreads>& cta, const Entries& entries,
-                            uint64_t threshold, Write&& write) {
+// Calls write(position, composite) for the entries that reach `threshold`, in the order
+// of the entries. `write` may overwrite entries up to the one it is called for. Returns
+// their number.
+template <typename Entries, typename Write>
+__device__ uint32_t Compact(const Cta& cta, const Entries& entries, uint64_t threshold,
+                            Write&& write) {
   constexpr int kBatch = 4;  // neighbours of 32 entries
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t warp = threadIdx.x / 32;
@@ -337,8 +331,7 @@ __device__ uint32_t Compact(const Cta<kThreads>& cta, const Entries& entries,
     if (lane == 0) cta.scratch().totals[turn][warp] = total;
     __syncthreads();
     uint32_t all;
-    uint32_t position =
-        count + SumBeforeWarp<kThreads / 32>(cta.scratch().totals[turn], &all);
+    uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if ((passing[j] >> lane & 1) != 0) {
@@ -353,8 +346,8 @@ __device__ uint32_t Compact(const Cta<kThreads>& cta, const Entries& entries,
 }
 
 // Every column of a chunk that fits, into the list; notes the extremes.
-template <int kThreads, typename Bits>
-__device__ void LoadChunk(const Cta<kThreads>& cta, const RowEntries<Bits>& chunk) {
+template <typename Bits>
+__device__ void LoadChunk(const Cta& cta, const RowEntries<Bits>& chunk) {
   constexpr int kBatch = 8;  // loads in flight
   const uint32_t size = chunk.Size();
   const uint32_t start = chunk.columns.start;
@@ -390,14 +383,14 @@ struct Filter {
   bool strict;
 };
 
-// A filter that about 1.3 to 2 k columns of a row pass. The same in every CTA that asks:
-// it depends on the row, its window and the capacity only. Calls `meanwhile` while the
-// sample is on its way.
+// A filter that about 1.3 to 2 k columns of a row pass. The same in every CTA that
+// asks: it depends on the row, its window and the capacity only. Calls `meanwhile`
+// while the sample is on its way.
 //
-// Requires columns > capacity >= k. At least `rank` of the samples reach the threshold, and
-// rank exceeds what k columns would put there on average by five standard deviations.
-template <int kThreads, typename Bits, typename Meanwhile>
-__device__ Filter SampleThreshold(const Cta<kThreads>& cta, const RowEntries<Bits>& row,
+// Requires columns > capacity >= k. At least `rank` of the samples reach the threshold,
+// and rank exceeds what k columns would put there on average by 5 standard deviations.
+template <typename Bits, typename Meanwhile>
+__device__ Filter SampleThreshold(const Cta& cta, const RowEntries<Bits>& row,
                                   uint32_t k, uint32_t max_samples,
                                   Meanwhile&& meanwhile) {
   const float length = static_cast<float>(row.Size());
@@ -434,8 +427,8 @@ __device__ Filter SampleThreshold(const Cta<kThreads>& cta, const RowEntries<Bit
       const uint32_t i = base + j * kThreads + threadIdx.x;
       const uint64_t jitter = (i * 2654435761u) >> 16;
       if (i < samples) {
-        key[j] = row.Key(static_cast<uint32_t>((i * size + (jitter * size >> 16)) >>
-                                               log_samples));
+        key[j] = row.Key(
+            static_cast<uint32_t>((i * size + (jitter * size >> 16)) >> log_samples));
       }
     }
     if (base == 0) meanwhile();
@@ -463,13 +456,12 @@ __device__ Filter SampleThreshold(const Cta<kThreads>& cta, const RowEntries<Bit
   NoteExtremes(cta, min_key, max_key);
   __syncthreads();
 
-  // 3. The threshold, near enough to the rank. If more samples equal it than there is room
-  //    for in the list, leave what equals it out.
+  // 3. The threshold, near enough to the rank. If more columns would reach it than fit
+  //    in the list, they equal it: leave those out.
   const Cut cut = SelectWord(cta, SampleWords{keys, samples}, rank, rank / 8,
                              cta.scratch().min_key, cta.scratch().max_key);
-  const bool strict =
-      cut.word == 0 ||
-      columns_for(static_cast<float>(cut.reached), samples) > cta.capacity;
+  const bool strict = cut.word == 0 || columns_for(static_cast<float>(cut.reached),
+                                                   samples) > cta.capacity;
   return {strict ? cut.word : cut.word - 1, strict};
 }
 
@@ -499,20 +491,21 @@ __device__ __forceinline__ uint32_t KeyOfVector(const uint4& keys, int e) {
   }
 }
 
-// The columns of a chunk whose key exceeds `floor`, into the list, in column order. Notes
-// the extremes. Returns their number; if that is above the capacity, the list is of no use.
+// The columns of a chunk whose key exceeds `floor`, into the list, in column order.
+// Notes the extremes. Returns their number; if that is above the capacity, the list is
+// of no use.
 //
-// Tile by tile: every warp counts what passes in its part of the tile; one barrier; every
-// warp sums up the counts before its own and writes. The next tile is on its way meanwhile.
-template <int kThreads, typename Bits>
-__device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>& chunk,
+// Tile by tile: every warp counts what passes in its part of the tile; one barrier;
+// every warp sums up the counts before its own and writes. Meanwhile the next tile is
+// on its way.
+template <typename Bits>
+__device__ uint32_t FilterChunk(const Cta& cta, const RowEntries<Bits>& chunk,
                                 uint32_t floor) {
-  constexpr int kWarps = kThreads / 32;
   constexpr int kPerVector = 16 / sizeof(Bits);
   constexpr int kUnroll = 16 / kPerVector;  // vectors of a lane in a tile
   constexpr uint32_t kTile = kThreads * kUnroll;
-  // The counts of the kUnroll vectors of a lane, side by side in one word; their sums over
-  // a warp, up to 32 * kPerVector, must not run over.
+  // The counts of the kUnroll vectors of a lane, side by side in one word; their sums
+  // over a warp, up to 32 * kPerVector, must not run over.
   constexpr int kField = 32 / kUnroll;
   static_assert(32 * kPerVector < 1 << kField);
   const auto field = [](uint32_t packed, int u) {
@@ -587,13 +580,12 @@ __device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>
     uint32_t total = 0;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) total += field(of_warp, u);
-    // In turns: whoever writes totals[turn] again has passed the barrier of the next tile,
-    // where everybody has read it.
+    // In turns: whoever writes totals[turn] again has passed the barrier of the next
+    // tile, where everybody has read it.
     if (lane == 0) cta.scratch().totals[turn][warp] = total;
     __syncthreads();
     uint32_t all;
-    uint32_t position =
-        count + SumBeforeWarp<kWarps>(cta.scratch().totals[turn], &all);
+    uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
     count += all;
     if (count > cta.capacity) break;
     if (total > 0) {
@@ -621,10 +613,10 @@ __device__ uint32_t FilterChunk(const Cta<kThreads>& cta, const RowEntries<Bits>
   return count;
 }
 
-// The first `wanted` columns of a chunk whose key is `key`, in column order, into the list
-// from position `at`. Returns how many there were.
-template <int kThreads, typename Bits>
-__device__ uint32_t CollectTies(const Cta<kThreads>& cta, const RowEntries<Bits>& chunk,
+// The first `wanted` columns of a chunk whose key is `key`, in column order, into the
+// list from position `at`. Returns how many there were.
+template <typename Bits>
+__device__ uint32_t CollectTies(const Cta& cta, const RowEntries<Bits>& chunk,
                                 uint32_t key, uint32_t wanted, uint32_t at) {
   constexpr int kPerThread = 8;  // neighbouring columns
   uint32_t found = 0;
@@ -641,7 +633,7 @@ __device__ uint32_t CollectTies(const Cta<kThreads>& cta, const RowEntries<Bits>
     }
     uint32_t all;
     uint32_t position =
-        found + ExclusiveSum<kThreads>(__popc(ties), cta.scratch().totals[turn], &all);
+        found + ExclusiveSum(__popc(ties), cta.scratch().totals[turn], &all);
     for (; ties != 0 && position < wanted; ties &= ties - 1, ++position) {
       cta.list()[at + position] = Composite(key, first + __ffs(ties) - 1);
     }
@@ -659,11 +651,11 @@ struct Reduced {
   bool exact;
 };
 
-// The k largest of a chunk of at least k columns, without a sample, in as many reads as it
-// takes. Slow: nothing that is common comes here.
-template <int kThreads, typename Bits>
-__device__ Reduced SelectExactly(const Cta<kThreads> cta,
-                                              const RowEntries<Bits> chunk, uint32_t k) {
+// The k largest of a chunk of at least k columns, without a sample, in as many reads as
+// it takes. Slow: nothing that is common comes here.
+template <typename Bits>
+__device__ Reduced SelectExactly(const Cta cta, const RowEntries<Bits> chunk,
+                                 uint32_t k) {
   __syncthreads();
   const uint32_t key =
       SelectWord(cta, KeyWords<RowEntries<Bits>>{chunk}, k, 0, 0, 0xFFFFFFFFu).word;
@@ -671,12 +663,12 @@ __device__ Reduced SelectExactly(const Cta<kThreads> cta,
   return {survivors, CollectTies(cta, chunk, key, k - survivors, survivors), true};
 }
 
-// One read of a chunk. Whatever belongs to the k largest of the row is in the list, if at
-// least k columns of the row pass the filter (or, if it is strict, reach its floor):
+// One read of a chunk. Whatever belongs to the k largest of the row is in the list, if
+// at least k columns of the row pass the filter (or, if it is strict, reach its floor):
 //   - all survivors of the chunk if they fit, or exactly its own k largest;
 //   - fewer than k survivors and a strict filter: the first ties, up to k together.
-template <int kThreads, typename Bits>
-__device__ Reduced ReduceChunk(const Cta<kThreads>& cta, const RowEntries<Bits>& chunk,
+template <typename Bits>
+__device__ Reduced ReduceChunk(const Cta& cta, const RowEntries<Bits>& chunk,
                                uint32_t k, Filter filter) {
   const uint32_t survivors = FilterChunk(cta, chunk, filter.floor);
   if (survivors > cta.capacity) return SelectExactly(cta, chunk, k);
@@ -687,11 +679,10 @@ __device__ Reduced ReduceChunk(const Cta<kThreads>& cta, const RowEntries<Bits>&
   return {survivors, ties, false};
 }
 
-// The composite that exactly k of the list's first `count` >= k entries reach. The scratch
-// has the extremes of their keys.
-template <int kThreads>
-__device__ uint64_t SelectInList(const Cta<kThreads>& cta, uint32_t count, uint32_t k,
-                                 Columns columns) {
+// The composite that exactly k of the list's first `count` >= k entries reach. The
+// scratch has the extremes of their keys.
+__device__ inline uint64_t SelectInList(const Cta& cta, uint32_t count, uint32_t k,
+                                        Columns columns) {
   if (count == k) return 0;
   const ListEntries entries = {cta.list(), count};
   return SelectThreshold(cta, entries, k, cta.scratch().min_key, cta.scratch().max_key,
@@ -700,8 +691,8 @@ __device__ uint64_t SelectInList(const Cta<kThreads>& cta, uint32_t count, uint3
 
 // Calls write(position, composite) for the survivors and ties of a list, merged into
 // column order.
-template <int kThreads, typename Write>
-__device__ void Merge(const Cta<kThreads>& cta, uint32_t survivors, uint32_t ties,
+template <typename Write>
+__device__ void Merge(const Cta& cta, uint32_t survivors, uint32_t ties,
                       Write&& write) {
   const uint32_t count = survivors + ties;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
@@ -722,10 +713,9 @@ __device__ void Merge(const Cta<kThreads>& cta, uint32_t survivors, uint32_t tie
   }
 }
 
-// Sorts list[0 .. size), size a power of two, in descending order: a bitonic network, the
-// same time for every input.
-template <int kThreads>
-__device__ void SortDescending(uint64_t* list, uint32_t size) {
+// Sorts list[0 .. size), size a power of two, in descending order: a bitonic network,
+// the same time for every input.
+__device__ inline void SortDescending(uint64_t* list, uint32_t size) {
   __syncthreads();
   for (uint32_t run = 2; run <= size; run *= 2) {
     for (uint32_t stride = run / 2; stride > 0; stride /= 2) {
@@ -749,18 +739,18 @@ __device__ void SortDescending(uint64_t* list, uint32_t size) {
   __syncthreads();
 }
 
-// Calls write(position, composite) for list[0 .. count), in descending order. May leave the
-// list in disarray.
+// Calls write(position, composite) for list[0 .. count), in descending order. May leave
+// the list in disarray.
 //
 //   1. Count the entries in kNumBins buckets of equal width, the largest first; sum up.
 //   2. Scatter their list positions by bucket.
 //   3. Rank each within its bucket.
 // If a bucket is crowded, sort instead: slower, but the same for every input.
-template <int kThreads, typename Write>
-__device__ void ForEachByValue(const Cta<kThreads>& cta, uint32_t count, Write&& write) {
+template <typename Write>
+__device__ void ForEachByValue(const Cta& cta, uint32_t count, Write&& write) {
   constexpr int kBinBits = 10;
   constexpr int kBinsPerThread = kNumBins / kThreads;
-  typename Cta<kThreads>::Scratch& scratch = cta.scratch();
+  Cta::Scratch& scratch = cta.scratch();
   const auto for_each = [&](auto&& f) {
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) f(i, cta.list()[i]);
   };
@@ -801,7 +791,7 @@ __device__ void ForEachByValue(const Cta<kThreads>& cta, uint32_t count, Write&&
   most = __reduce_max_sync(kFullWarp, most);
   if ((threadIdx.x & 31) == 0) atomicMax(&scratch.count, most);
   uint32_t all;
-  uint32_t begin = ExclusiveSum<kThreads>(sum, scratch.totals[0], &all);
+  uint32_t begin = ExclusiveSum(sum, scratch.totals[0], &all);
 #pragma unroll
   for (int j = 0; j < kBinsPerThread; ++j) {
     cta.bins()[first + j] = begin;
@@ -813,14 +803,15 @@ __device__ void ForEachByValue(const Cta<kThreads>& cta, uint32_t count, Write&&
     uint32_t size = 1;
     while (size < count) size *= 2;
     for (uint32_t i = count + threadIdx.x; i < size; i += kThreads) cta.list()[i] = 0;
-    SortDescending<kThreads>(cta.list(), size);
+    SortDescending(cta.list(), size);
     for_each([&](uint32_t i, uint64_t composite) { write(i, composite); });
     return;
   }
 
   // 2. Afterwards bins[b] is where bucket b ends and bucket b + 1 begins.
   for_each([&](uint32_t i, uint64_t composite) {
-    cta.order()[atomicAdd(&cta.bins()[bucket_of(composite)], 1u)] = static_cast<uint16_t>(i);
+    cta.order()[atomicAdd(&cta.bins()[bucket_of(composite)], 1u)] =
+        static_cast<uint16_t>(i);
   });
   __syncthreads();
 
@@ -860,10 +851,10 @@ struct RowOutput {
   }
 };
 
-// Writes the answer of a row, in order: the survivors that reach `threshold` and the ties,
-// `kept` together. Leaves the list in disarray.
-template <int kThreads, typename Bits>
-__device__ void EmitRow(const Cta<kThreads>& cta, const TopKParams& params, int64_t row,
+// Writes the answer of a row, in order: the survivors that reach `threshold` and the
+// ties, `kept` together. Leaves the list in disarray.
+template <typename Bits>
+__device__ void EmitRow(const Cta& cta, const TopKParams& params, int64_t row,
                         uint32_t survivors, uint32_t ties, uint64_t threshold,
                         uint32_t kept) {
   const RowOutput<Bits> out(params, row);
@@ -883,7 +874,7 @@ __device__ void EmitRow(const Cta<kThreads>& cta, const TopKParams& params, int6
 }
 
 // Fills the slots beyond a window of `kept` columns.
-template <int kThreads, typename Bits>
+template <typename Bits>
 __device__ void EmitPadding(const TopKParams& params, int64_t row, uint32_t kept) {
   const RowOutput<Bits> out(params, row);
   for (uint32_t i = kept + threadIdx.x; i < params.k; i += kThreads) {
@@ -894,30 +885,30 @@ __device__ void EmitPadding(const TopKParams& params, int64_t row, uint32_t kept
 
 // The answer of a row. A barrier must follow before shared memory is used again.
 //
-// `chunk` is what this CTA reads of a row that it cannot load whole: all of it, unless it
-// shares the row with others. Then `prepare()` is called early, while there is time, and
-// `meet(&reduced)` hands over what the chunk was reduced
-// to; it returns false if another CTA answers, and else leaves in the list and in `reduced`
-// what the chunks of all were reduced to, and in the scratch the extremes of the keys.
-template <int kThreads, typename Bits, typename Prepare, typename Meet>
-__device__ void SelectRow(const Cta<kThreads>& cta, const TopKParams& params, int64_t row,
-                          const RowEntries<Bits>& entries, const RowEntries<Bits>& chunk,
-                          uint32_t max_samples, Prepare&& prepare,
-                          Meet&& meet) {
+// `chunk` is what this CTA reads of a row that it cannot load whole: all of it, unless
+// it shares the row with others. Then `prepare()` is called early, while there is time,
+// and `meet(&reduced)` hands over what the chunk was reduced to; it returns false if
+// another CTA answers, and else leaves in the list and in `reduced` what the chunks of
+// all were reduced to, and in the scratch the extremes of the keys.
+template <typename Bits, typename Prepare, typename Meet>
+__device__ void SelectRow(const Cta& cta, const TopKParams& params, int64_t row,
+                          const RowEntries<Bits>& entries,
+                          const RowEntries<Bits>& chunk, uint32_t max_samples,
+                          Prepare&& prepare, Meet&& meet) {
   const uint32_t k = static_cast<uint32_t>(params.k);
   const uint32_t length = entries.Size();
 
   if (length <= k) {  // all of them
     if (params.sorted) {
       LoadChunk(cta, entries);
-      EmitRow<kThreads, Bits>(cta, params, row, length, 0, 0, length);
+      EmitRow<Bits>(cta, params, row, length, 0, 0, length);
     } else {
       const RowOutput<Bits> out(params, row);
       for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
         out(i, entries.Get(i));
       }
     }
-    EmitPadding<kThreads, Bits>(params, row, length);
+    EmitPadding<Bits>(params, row, length);
     return;
   }
 
@@ -936,8 +927,7 @@ __device__ void SelectRow(const Cta<kThreads>& cta, const TopKParams& params, in
   if (reduced.ties == 0) {
     threshold = SelectInList(cta, reduced.survivors, k, entries.columns);
   }
-  EmitRow<kThreads, Bits>(cta, params, row, reduced.survivors, reduced.ties, threshold,
-                          k);
+  EmitRow<Bits>(cta, params, row, reduced.survivors, reduced.ties, threshold, k);
 }
 
 }  // namespace jax_topk

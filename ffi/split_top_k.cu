@@ -4,16 +4,16 @@
 // few and long rows.
 //
 // Protocol of the kernel, per row:
-//   1. The CTAs of a row cut its window into chunks of equal size. A row that one CTA can
-//      load whole is that CTA's alone: it answers and nobody touches the row state.
-//   2. Each CTA installs the tag in the row state and draws the same sample of the row, so
-//      that all find the same filter.
+//   1. The CTAs of a row cut its window into chunks of equal size. A row that one CTA
+//      can load whole is that CTA's alone: it answers and nobody touches the row state.
+//   2. Each CTA installs the tag in the row state and draws the same sample of the row,
+//      so that all find the same filter.
 //   3. Each reads its chunk once and reduces it to at most k composites: its survivors,
 //      or the k largest of them, and the ties that may still be wanted.
 //   4. Each publishes them in the row state and arrives. All but the last CTA leave.
 //   5. The last gathers what was published, selects exactly, writes in order, pads. If
-//      fewer than k columns were published (the sample was too high) it selects from the
-//      row itself; if more than fit, from the row state.
+//      fewer than k columns were published (the sample was too high) it selects from
+//      the row itself; if more than fit, from the row state.
 // A barrier separates the rows of a CTA.
 
 #include "row_state.cuh"
@@ -21,8 +21,6 @@
 
 namespace jax_topk {
 namespace {
-
-constexpr int kThreads = 1024;
 
 // The survivors in the row state, as entries of the exact select.
 struct PublishedEntries {
@@ -39,7 +37,7 @@ struct PublishedEntries {
 
 // Phase 4, up to the arrival: what a chunk was reduced to, as at most k survivors in
 // column order and the ties that may still be wanted.
-__device__ void Publish(const Cta<kThreads>& cta, const RowState& state, uint32_t mine,
+__device__ void Publish(const Cta& cta, const RowState& state, uint32_t mine,
                         Columns columns, Reduced reduced) {
   uint64_t* slots = state.Slots(mine);
   const auto publish = [slots](uint32_t slot, uint64_t composite) {
@@ -63,12 +61,12 @@ __device__ void Publish(const Cta<kThreads>& cta, const RowState& state, uint32_
 
 // Phase 5, after the acquire of the last arrival: what the chunks of `ctas` CTAs were
 // reduced to, into the list.
-__device__ Reduced Gather(const Cta<kThreads>& cta, const RowState& state, uint32_t ctas,
+__device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
                           Columns columns) {
   const uint32_t k = state.k;
-  // As many threads for each CTA's slots as there are. The first slots are read before it
-  // is known how many are filled: one trip to L2 less.
-  constexpr uint32_t kEarly = 4;
+  // As many threads for each CTA's slots as there are. The first slots are read before
+  // it is known how many are filled: one trip to L2 less.
+  constexpr uint32_t kEarly = 8;
   uint32_t team = kThreads;
   while (team * ctas > kThreads) team /= 2;
   const uint32_t of_team = threadIdx.x / team;
@@ -76,7 +74,8 @@ __device__ Reduced Gather(const Cta<kThreads>& cta, const RowState& state, uint3
   const uint64_t* slots = state.Slots(min(of_team, ctas - 1));
   uint64_t early[kEarly];
 #pragma unroll
-  for (uint32_t j = 0; j < kEarly; ++j) early[j] = slots[min(in_team + j * team, k - 1)];
+  for (uint32_t j = 0; j < kEarly; ++j)
+    early[j] = slots[min(in_team + j * team, k - 1)];
 
   // Every warp sums up the counts: ties in the upper half of a word, survivors in the
   // lower. Lane l has those of CTAs l and l + 32.
@@ -143,10 +142,11 @@ template <typename Bits>
 __global__ void __launch_bounds__(kThreads, 1)
     SplitTopK(const TopKParams params, uint32_t capacity, uint32_t max_samples,
               uint32_t ctas_per_row, uint32_t min_chunk, const Workspace workspace) {
-  const Cta<kThreads> cta = {capacity};
+  const Cta cta = {capacity};
   const uint32_t mine = blockIdx.x % ctas_per_row;
   const int64_t rows_at_once = gridDim.x / ctas_per_row;
-  for (int64_t row = blockIdx.x / ctas_per_row; row < params.rows; row += rows_at_once) {
+  for (int64_t row = blockIdx.x / ctas_per_row; row < params.rows;
+       row += rows_at_once) {
     // 1. Chunks of whole vectors, no smaller than pays.
     const RowEntries<Bits> entries = EntriesOf<Bits>(params, row);
     const uint32_t length = entries.Size();
@@ -163,13 +163,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto state = [&] {
       return RowState(workspace, row, static_cast<uint32_t>(params.k));
     };
+    uint64_t seen = 0;
     const auto install = [&] {
-      if (ctas > 1) state().Install(workspace.tag);
+      if (ctas > 1) seen = state().Install(workspace.tag);
     };
     const auto meet = [&](Reduced* reduced) {
       if (ctas == 1) return true;
       Publish(cta, state(), mine, part.columns, *reduced);
-      const bool last = state().Arrive(ctas, &cta.scratch().flag);
+      const bool last = state().Arrive(workspace.tag, seen, ctas, &cta.scratch().flag);
       if (last) *reduced = Gather(cta, state(), ctas, entries.columns);
       return last;
     };

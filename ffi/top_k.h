@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a selection is given: the one parameter struct of all implementations, the window
-// of a row, the layout of the workspace, and the launchers of the CUDA kernels. Knows
-// neither XLA nor Python.
+// What a selection is given: the one parameter struct of all implementations, the
+// window of a row, the layout of the workspace, and the launchers of the CUDA kernels.
+// Knows neither XLA nor Python.
 
 #pragma once
 
@@ -56,7 +56,7 @@ JAX_TOPK_HOST_DEVICE Window RowWindow(const TopKParams& params, int64_t row) {
 
 // -inf, which fills the slots beyond a short window.
 JAX_TOPK_HOST_DEVICE uint32_t PadBits(ScoreType type) {
-  return type == ScoreType::kF32 ? 0xFF800000u
+  return type == ScoreType::kF32    ? 0xFF800000u
          : type == ScoreType::kBF16 ? 0xFF80u
                                     : 0xFC00u;
 }
@@ -67,11 +67,11 @@ JAX_TOPK_HOST_DEVICE uint32_t PadBits(ScoreType type) {
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream);
 
-// Several CTAs a row. `workspace` is [rows, workspace_bytes_per_row] of arbitrary bytes,
-// `tag` a value of the upper 48 bits that no earlier launch has used (row_state.cuh).
-cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan,
-                            void* workspace, int64_t workspace_bytes_per_row,
-                            uint64_t tag, cudaStream_t stream);
+// Several CTAs a row (row_state.cuh). `workspace` is [rows, workspace_bytes_per_row] of
+// arbitrary bytes, `tag` a value of the upper 48 bits that no earlier launch has used.
+cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* workspace,
+                            int64_t workspace_bytes_per_row, uint64_t tag,
+                            cudaStream_t stream);
 
 // Lifts the limit on dynamic shared memory of every kernel to `bytes` on the current
 // device. To be called once per device, before its first launch.

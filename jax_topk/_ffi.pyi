@@ -29,7 +29,13 @@ class Plan:
     @property
     def num_threads(self) -> int: ...
     @property
+    def ctas_per_sm(self) -> int: ...
+    @property
     def ctas_per_row(self) -> int: ...
+    @property
+    def min_chunk(self) -> int:
+        """Columns below which a further CTA does not pay."""
+
     @property
     def grid(self) -> int: ...
     @property
@@ -52,7 +58,6 @@ def plan(
     n: int,
     k: int,
     dtype: str,
-    sorted: bool,
     platform: str,
     compute_capability: int = 0,
     num_sms: int = 0,

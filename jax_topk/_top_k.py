@@ -125,7 +125,7 @@ def top_k_with_geometry(
 ) -> TopK:
     """``top_k`` with a plan given by hand, for tests; zeros leave it to the planner.
 
-    The five numbers are CTAs a row, capacity, samples, grid and threads (``Geometry``
+    The five numbers are CTAs a row, capacity, samples, grid and CTAs an SM (``Geometry``
     in ``ffi/plan.h``). They bend the CUDA kernels' paths and never an answer.
     """
     scores = _checked_scores(scores)

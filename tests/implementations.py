@@ -21,7 +21,7 @@ class Implementation:
     Attributes:
       name: what `implementation=` gets; None lets the planner decide.
       platform: "cpu" or "cuda".
-      geometry: ctas_per_row, capacity, num_samples, grid, num_threads.
+      geometry: ctas_per_row, capacity, num_samples, grid, ctas_per_sm.
     """
 
     name: str | None

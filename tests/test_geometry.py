@@ -18,13 +18,13 @@ from implementations import Implementation
 from jax_topk import _ffi
 
 N, K = 5003, 300
-# CTAs a row, capacity, samples, grid, threads.
+# CTAs a row, capacity, samples, grid, CTAs an SM.
 GEOMETRIES = [
     ("row", (0, 1, 0, 0, 0)),
     ("row", (0, 1, 1, 1, 0)),
-    ("row", (0, 512, 64, 3, 512)),
-    ("row", (0, 700, 16384, 0, 1024)),
-    ("row", (0, 0, 0, 1, 1024)),
+    ("row", (0, 512, 64, 3, 2)),
+    ("row", (0, 700, 16384, 0, 1)),
+    ("row", (0, 0, 0, 1, 1)),
     ("split", (2, 2048, 0, 0, 0)),
     ("split", (3, 1, 0, 0, 0)),
     ("split", (4, 1, 1, 4, 0)),
@@ -106,7 +106,7 @@ def test_every_16_bit_distribution_is_exact_under_a_bent_geometry(bent, dtype):
 
 @pytest.mark.parametrize(
     ("name", "geometry"),
-    [("row", (0, 1, 1, 1, 0)), ("row", (0, 0, 0, 2, 512)), ("split", (5, 1, 1, 10, 0))],
+    [("row", (0, 1, 1, 1, 0)), ("row", (0, 0, 0, 2, 2)), ("split", (5, 1, 1, 10, 0))],
 )
 @pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ INT_MIN = -(2**31)
 N, K = 1000, 48
 SPLIT = Implementation("split", "cuda", (4, 256, 0, 0, 0))
 OVERFLOWING = Implementation("split", "cuda", (5, 1, 16, 10, 0))
-ROW = Implementation("row", "cuda", (0, 1, 16, 2, 512))
+ROW = Implementation("row", "cuda", (0, 1, 16, 2, 2))
 EACH = pytest.mark.parametrize(
     "bent",
     [
