@@ -5,6 +5,7 @@ Selects on whatever device is there, compares every bit with a NumPy oracle, and
 the selection against jax.lax.top_k. Exits with 1 if a single bit is wrong.
 """
 
+import os
 import pathlib
 import statistics
 import sys
@@ -150,9 +151,11 @@ def main() -> int:
     with np.load(ROOT / "examples" / "data" / "indexer_scores.npz") as data:
         scores, lengths = data["scores"], data["lengths"]
     rows, n = scores.shape
+    device = jax.devices()[0]
+    cores = f" of {os.cpu_count()} cores" if device.platform == "cpu" else ""
     print(
         f"jax_topk {jax_topk.__version__}, jax {jax.__version__}, "
-        f"{jax.devices()[0].device_kind}\n"
+        f"{device.device_kind}{cores}\n"
         f"Indexer scores, {rows} ragged rows of up to {n} columns: the {K} best of each"
     )
     all_right = True
