@@ -14,22 +14,65 @@ BIN := .venv/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 EXTRAS := test$(if $(GPU),$(shell echo ,)cuda13)
 INSTALLED := .venv/installed-$(if $(GPU),gpu,cpu)
+GRAPH_MODES := graphs-default graphs-every-call graphs-while graphs-off
 CPP := $(wildcard ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu)
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-graphs $(GRAPH_MODES) fuzz mutations sanitize lint format \
+  clean
 
 help:
 	@echo 'make demo    select from real scores, check the answer, time it'
 	@echo 'make test    run the tests'
+	@echo 'make fuzz    random problems against the oracle'
 	@echo 'make lint    check format, style and types'
 	@echo 'make format  format the sources'
 	@echo 'make clean   remove .venv and everything built'
+	@echo
+	@echo 'docs/testing.md says what these are for:'
+	@echo 'make mutations    break the sources in many ways, and see tests turn red'
+	@echo 'make test-graphs  on a GPU: under four command-buffer modes'
+	@echo 'make sanitize     on a GPU: under compute-sanitizer'
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(INSTALLED)
-	@$(BIN)/python -m pytest $(ARGS)
+# Without a GPU, programs are compiled for GPUs all the same, where XLA can do so.
+COMPILE_ONLY := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),.venv/compile-only))
+
+test: $(INSTALLED) $(COMPILE_ONLY)
+	@$(if $(COMPILE_ONLY),JAX_TOPK_REQUIRE_COMPILE_ONLY=1) $(BIN)/python -m pytest $(ARGS)
+
+# What graphs can break, in each of XLA's modes of recording them; -j4 runs all at once.
+GRAPH_TESTS := tests/test_row_state.py tests/test_geometry.py tests/test_transforms.py
+graphs-default: FLAGS :=
+graphs-every-call: FLAGS := --xla_gpu_graph_min_graph_size=1
+graphs-while: FLAGS := --xla_gpu_enable_command_buffer=+WHILE
+graphs-off: FLAGS := --xla_gpu_enable_command_buffer=
+test-graphs: $(GRAPH_MODES)
+
+$(GRAPH_MODES): $(INSTALLED)
+	@echo '$@: XLA_FLAGS=$(FLAGS)'
+	@XLA_FLAGS='$(FLAGS)' JAX_TOPK_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu \
+	  -k 'not ten_thousand and not replays' $(GRAPH_TESTS) $(ARGS)
+
+fuzz: $(INSTALLED)
+	@$(BIN)/python tests/fuzz.py $(ARGS)
+
+# With a GPU at hand those of the device code too.
+mutations: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet nanobind cmake ninja
+	@$(BIN)/python tests/mutations/run.py --cpu $(if $(GPU),--gpu) $(ARGS)
+
+sanitize: $(INSTALLED)
+	@$(BIN)/python tests/sanitize.py --tools $(ARGS)
+
+# XLA's CUDA compiler, in the version of jax. In a folder of its own: JAX would take the
+# plugin for a GPU.
+.venv/compile-only: | $(INSTALLED)
+	@echo "installing XLA's CUDA compiler into $@"
+	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	rm -rf $@.part && $(BIN)/python -m pip install --quiet --no-deps --target $@.part \
+	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version && mv $@.part $@
 
 lint: .venv/linters
 	$(BIN)/ruff check .

@@ -1,0 +1,742 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mutations: ways of being wrong, and the tests that must notice each.
+
+A mutation is a few exact snippets of the sources with what stands there instead. Each
+old snippet must occur exactly once, so that a mutation that has gone stale fails loudly
+(`test_mutations.py`), and the runner (`run.py`) applies it to a copy of the sources.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One way of being wrong.
+
+    Attributes:
+      name: in words with underscores.
+      edits: (file, old, new), ...
+      tests: ids, below tests/, of the tests that must turn red; for a variant those
+        that must stay green.
+      where: what the tests need: "cpu", "gpu" or "2 gpus".
+      expect: "red"; "green" for a variant, which is slow or strange but right; "either"
+        where real hardware hides the fault, at least at times: `why` says so.
+      why: what a reader should know.
+    """
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    tests: tuple[str, ...]
+    where: str = "gpu"
+    expect: str = "red"
+    why: str = ""
+
+
+MUTATIONS: list[Mutation] = []
+
+
+def _mutation(name, file, old, new, *tests, more=(), **options):
+    edits = ((file, old, new), *more)
+    MUTATIONS.append(Mutation(name, edits, tests, **options))
+
+
+ROW_STATE = "ffi/row_state.cuh"
+SELECT = "ffi/select.cuh"
+SPLIT = "ffi/split_top_k.cu"
+ROW = "ffi/row_top_k.cu"
+KEYS = "ffi/ordered_key.h"
+TOP_K = "ffi/top_k.h"
+PLAN = "ffi/plan.h"
+HANDLERS = "ffi/handlers.cc"
+OPERANDS = "ffi/operands.h"
+CPU = "ffi/cpu_top_k.cc"
+PRIMITIVE = "jax_topk/_primitive.py"
+REFERENCE = "jax_topk/_reference.py"
+TOP_K_PY = "jax_topk/_top_k.py"
+PLAN_PY = "jax_topk/_plan.py"
+
+BENT = "test_geometry.py::test_every_distribution_is_exact_under_a_bent_geometry"
+TINY = "test_geometry.py::test_tiny_rows_under_a_bent_geometry"
+ROTATING = "test_row_state.py::test_lengths_that_rotate_at_every_call"
+SHORT_LONG = "test_row_state.py::test_short_rows_between_long_ones"
+THOUSANDS = "test_row_state.py::test_ten_thousand_calls_in_scans"
+REPLAYS = (
+    "test_row_state.py::test_replays_at_unchanged_addresses_see_the_new_contents"
+    "[every-call-in-a-graph]"
+)
+OVERFLOWING = "[split-(5,1,16,10,0)]"
+SHARED = "[split-(4,256,0,0,0)]"
+WORDS = "test_graphs.py::test_every_launch_leaves_arrival_words_of_zero"
+HELD = "test_graphs.py::test_a_workspace_that_holds_arrival_words_of_any_launch"
+EVENTS = "test_graphs.py::test_a_call_is_one_kernel_and_nothing_else"
+LARGE_OUTPUT = "test_big.py::test_more_than_2_to_31_answers"
+
+# Row state ---------------------------------------------------------------------------
+
+CLEANUP = "if (last) state.store(0, cuda::memory_order_relaxed);"
+TAG = "return uint64_t{0x7FF4} << 48 | number << 16;"
+INSTALL = " Install(uint64_t tag) const {\n"
+RELEASE_BARRIER = (
+    "    __syncthreads();  // the writes of all threads happen before thread 0's "
+    "release\n"
+)
+WAIT = "for (const long long t = clock64(); clock64() - t < {};) {{}}\n"
+PUBLISH = "  uint64_t* slots = state.Slots(mine);\n"
+
+
+def _delayed(which, cycles):
+    return f"    if ({which}) {WAIT.format(cycles)}"
+
+
+_mutation("cleanup_removed", ROW_STATE, CLEANUP, "", REPLAYS)
+_mutation(
+    "cleanup_removed_seen_in_the_workspace", ROW_STATE, CLEANUP, "", WORDS + SHARED
+)
+_mutation(
+    "cleanup_by_the_first_arriver",
+    ROW_STATE,
+    "if (last) state.store(0",
+    "if ((seen & kArrivals) == 0) state.store(0",
+    ROTATING + SHARED,
+)
+_mutation(
+    "tag_constant",
+    HANDLERS,
+    TAG,
+    "return uint64_t{0x7FF4} << 48 | (number & 0) << 16;",
+    HELD,
+    why="the test leaves words of the bare pattern behind; no test can leave words of "
+    "an arbitrary constant that it does not know",
+)
+_mutation(
+    "tag_constant_and_cleanup_removed",
+    HANDLERS,
+    TAG,
+    "return uint64_t{0x7FF4} << 48 | (number * 0 + 77) << 16;",
+    ROTATING + SHARED,
+    more=((ROW_STATE, CLEANUP, ""),),
+    why="either of the two would hide the absence of the other",
+)
+_mutation(
+    "install_removed",
+    ROW_STATE,
+    INSTALL,
+    INSTALL + "    return tag;\n",
+    HELD,
+    "test_row_state.py::test_whatever_the_memory_held_before" + SHARED,
+)
+_mutation(
+    "install_by_a_plain_store",
+    ROW_STATE,
+    INSTALL,
+    INSTALL
+    + _delayed("blockIdx.x % 2 == 1", 60000)
+    + "    if (threadIdx.x == 0) *(volatile uint64_t*)word = tag;\n"
+    + "    return tag;\n",
+    ROTATING + SHARED,
+    why="every other CTA is held up before its install, and undoes the arrivals",
+)
+_mutation(
+    "block_sync_before_the_release_removed",
+    ROW_STATE,
+    RELEASE_BARRIER,
+    "",
+    THOUSANDS + SHARED,
+    ROTATING + SHARED,
+    expect="either",
+    why="warps seldom lag behind thread 0; with some held up, the next row shows it",
+)
+_mutation(
+    "block_sync_before_the_release_removed_and_warps_held_up",
+    ROW_STATE,
+    RELEASE_BARRIER,
+    "",
+    ROTATING + SHARED,
+    more=((SPLIT, PUBLISH, PUBLISH + _delayed("threadIdx.x >= 256", 40000)),),
+)
+_mutation(
+    "last_to_arrive_reads_before_its_barrier",
+    ROW_STATE,
+    "    __syncthreads();  // thread 0's acquire happens before the reads of all "
+    "threads\n"
+    "    return *flag != 0;",
+    "    return *flag != 0;",
+    ROTATING + SHARED,
+)
+_mutation(
+    "arrival_relaxed",
+    ROW_STATE,
+    "state.fetch_add(1, cuda::memory_order_acq_rel)",
+    "state.fetch_add(1, cuda::memory_order_relaxed)",
+    THOUSANDS + SHARED,
+    ROTATING + SHARED,
+    expect="either",
+    why="the hardware is stricter than the memory model: a block's barrier and an "
+    "atomic after it seem to be enough on sm_90",
+)
+_mutation(
+    "arrival_on_rows_that_exit_early",
+    SPLIT,
+    "    if (mine >= max(ctas, 1u)) continue;",
+    "    if (mine >= max(ctas, 1u)) {\n"
+    "      if (threadIdx.x == 0) {\n"
+    "        atomicAdd(reinterpret_cast<unsigned long long*>(\n"
+    "                      workspace.bytes + row * workspace.bytes_per_row), 1ull);\n"
+    "      }\n"
+    "      continue;\n"
+    "    }",
+    SHORT_LONG + SHARED,
+    WORDS + SHARED,
+)
+_mutation(
+    "one_arrival_too_few_awaited",
+    ROW_STATE,
+    "const bool last = (seen & kArrivals) + 1 == ctas;",
+    "const bool last = (seen & kArrivals) + 2 == ctas;",
+    ROTATING + SHARED,
+)
+_mutation(
+    "unwritten_slots_read",
+    SPLIT,
+    "return i % state.k < RowState::Survivors(state.counts[i / state.k]);",
+    "return true;",
+    BENT + "[split-(3,1,0,0,0)-unsorted]",
+    BENT + "[split-(7,1024,64,21,0)-unsorted]",
+)
+_mutation(
+    "ties_of_later_ctas_not_skipped",
+    SPLIT,
+    "const uint32_t skipped = static_cast<uint32_t>(before_one >> 32);",
+    "const uint32_t skipped = 0;",
+    BENT + "[split-(2,2048,0,0,0)-unsorted]",
+    BENT + "[split-(16,700,16384,0,0)-unsorted]",
+)
+_mutation(
+    "chunks_lose_their_last_column",
+    SPLIT,
+    "min(first + chunk, entries.columns.stop)",
+    "min(first + chunk - 1, entries.columns.stop)",
+    BENT + "[split-(2,2048,0,0,0)-unsorted]",
+)
+_mutation(
+    "workspace_offset_in_32_bits",
+    ROW_STATE,
+    "workspace.bytes + row * workspace.bytes_per_row",
+    "workspace.bytes + static_cast<int32_t>(row * workspace.bytes_per_row)",
+    "test_big.py::test_more_than_2_to_31_bytes_of_workspace",
+)
+
+# The select --------------------------------------------------------------------------
+
+_mutation(
+    "survivors_above_the_capacity_dropped",
+    SELECT,
+    "  const uint32_t survivors = FilterChunk(cta, chunk, filter.floor);\n"
+    "  if (survivors > cta.capacity) return SelectExactly(cta, chunk, k);",
+    "  const uint32_t survivors = min(FilterChunk(cta, chunk, filter.floor), "
+    "cta.capacity);",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "overflow_in_the_gather_ignored",
+    SPLIT,
+    "if (survivors > cta.capacity) {",
+    "if (survivors > cta.capacity && false) {",
+    BENT + "[split-(3,1,0,0,0)-unsorted]",
+)
+_mutation(
+    "exact_path_one_round_early",
+    SELECT,
+    "if (reached <= rank + slack || low == high)",
+    "if (reached <= rank + slack || shift <= kBinBits)",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "too_few_survivors_accepted",
+    SELECT,
+    "if (reduced.survivors + reduced.ties < k) {  // the sample was too high",
+    "if (false) {",
+    "test_exactness.py::test_a_sample_that_misleads_costs_time_and_nothing_else"
+    "[row-many-rows]",
+)
+_mutation(
+    "tie_quota_off_by_one",
+    SELECT,
+    "CollectTies(cta, chunk, key, k - survivors, survivors), true}",
+    "CollectTies(cta, chunk, key, k - survivors - 1, survivors), true}",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "tie_quota_one_too_many",
+    SPLIT,
+    "const uint32_t wanted_ties = survivors < k ? k - survivors : 0;",
+    "const uint32_t wanted_ties = survivors < k ? k - survivors + 1 : 0;",
+    BENT + "[split-(2,2048,0,0,0)-unsorted]",
+    BENT + "[split-(16,700,16384,0,0)-unsorted]",
+)
+_mutation(
+    "ties_taken_in_another_order",
+    SELECT,
+    "const uint32_t first = base + threadIdx.x * kPerThread;",
+    "const uint32_t first = base + (kThreads - 1 - threadIdx.x) * kPerThread;",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "threshold_greater_instead_of_at_least",
+    SELECT,
+    "valid && composite[j] >= threshold",
+    "valid && composite[j] > threshold",
+    TINY + "[row-(0,1,0,0,0)]",
+    BENT + "[row-(0,1,0,0,0)-unsorted]",
+)
+_mutation(
+    "filter_lets_the_floor_pass",
+    SELECT,
+    "passing += KeyOfVector<Bits>(keys[u], e) > floor ? 1 : 0;",
+    "passing += KeyOfVector<Bits>(keys[u], e) >= floor ? 1 : 0;",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "whole_rows_beyond_the_capacity",
+    SELECT,
+    "  if (length <= cta.capacity) {\n    LoadChunk(cta, entries);",
+    "  if (length <= cta.capacity + cta.capacity / 8) {\n    LoadChunk(cta, entries);",
+    "test_exactness.py::test_every_slot_is_written_when_few_winners_stand_on_a_plateau"
+    "[row-0]",
+    "test_windows.py::test_every_distribution_is_exact_in_a_ragged_batch"
+    "[row-40009-float32]",
+)
+_mutation(
+    "head_of_a_misaligned_chunk_skipped",
+    SELECT,
+    "  filter_edge(columns.start, head);\n",
+    "",
+    "test_windows.py::test_indices_are_absolute_and_neighbours_of_the_window_are_not_seen"
+    "[row-float32]",
+    BENT + "[split-(2,2048,0,0,0)-unsorted]",
+)
+_mutation(
+    "tail_reads_on_to_the_end_of_the_vector",
+    SELECT,
+    "const uint32_t num_vectors = (columns.stop - head) / kPerVector;",
+    "const uint32_t num_vectors = (columns.stop - head + kPerVector - 1) / kPerVector;",
+    "test_windows.py::test_indices_are_absolute_and_neighbours_of_the_window_are_not_seen"
+    "[row-float32]",
+)
+_mutation(
+    "bucket_sort_of_crowded_buckets_by_value_only",
+    SELECT,
+    "rank += cta.list()[cta.order()[other]] > composite;",
+    "rank += CompositeKey(cta.list()[cta.order()[other]]) > CompositeKey(composite);",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "rows_beyond_the_grid_forgotten",
+    ROW,
+    "for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {",
+    "for (int64_t row = blockIdx.x; row < params.rows; row += params.rows) {",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "rows_beyond_the_split_grid_forgotten",
+    SPLIT,
+    "row += rows_at_once) {",
+    "row += params.rows) {",
+    BENT + "[split-(4,1,1,4,0)-unsorted]",
+)
+_mutation(
+    "grid_in_y",
+    ROW,
+    "for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {",
+    "for (int64_t row = blockIdx.y; row < params.rows; row += gridDim.y) {",
+    "test_shapes.py::test_more_rows_than_a_grid_axis_holds[row]",
+    more=(
+        (
+            ROW,
+            "<<<static_cast<unsigned>(plan.grid),",
+            "<<<dim3(1, static_cast<unsigned>(plan.grid)),",
+        ),
+    ),
+)
+_mutation(
+    "barrier_between_rows_removed",
+    ROW,
+    "[](Reduced*) { return true; });\n    __syncthreads();",
+    "[](Reduced*) { return true; });",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+    TINY + "[row-(0,0,0,1,1)]",
+    "test_big.py::test_one_cta_goes_through_thousands_of_rows",
+    expect="either",
+    why="a race; `make sanitize` names it (racecheck)",
+)
+_mutation(
+    "scores_offset_in_32_bits",
+    SELECT,
+    "static_cast<const Bits*>(params.scores) + row * params.n",
+    "static_cast<const Bits*>(params.scores) + static_cast<int32_t>(row * params.n)",
+    "test_shapes.py::test_more_than_2_to_31_scores[row]",
+)
+_mutation(
+    "answers_offset_in_32_bits",
+    SELECT,
+    "values(static_cast<Bits*>(params.values) + row * params.k)",
+    "values(static_cast<Bits*>(params.values) + static_cast<int32_t>(row * params.k))",
+    LARGE_OUTPUT,
+)
+
+# Order, windows, padding: shared by CPU and CUDA -------------------------------------
+
+SIGNED_ZERO = (
+    KEYS,
+    "  const uint32_t wide = bits;\n  return (wide & kSign) != 0",
+    "  const uint32_t wide = bits;\n  if (wide == kSign) return kSign;\n"
+    "  return (wide & kSign) != 0",
+)
+NAN = (
+    KEYS,
+    "  const uint32_t wide = bits;\n  return (wide & kSign) != 0",
+    "  const uint32_t wide = bits;\n"
+    "  if (sizeof(Bits) == 4 && (wide & 0x7FFFFFFFu) > 0x7F800000u) return 0;\n"
+    "  return (wide & kSign) != 0",
+)
+UNSIGNED_LENGTH = (
+    TOP_K,
+    "start + (length > 0 ? length : 0)",
+    "start + static_cast<uint32_t>(length)",
+)
+START_IGNORED = (
+    TOP_K,
+    "clamp(start + (length > 0 ? length : 0), window.start",
+    "clamp((length > 0 ? length : 0), window.start",
+)
+WINDOW_IN_32_BITS = (
+    TOP_K,
+    "start + (length > 0 ? length : 0)",
+    "static_cast<int32_t>(static_cast<uint32_t>(start) + "
+    "static_cast<uint32_t>(length > 0 ? length : 0))",
+)
+ZEROS = (
+    "test_special_values.py::test_zeros_keep_their_sign_and_positive_ones_come_first"
+)
+NANS = (
+    "test_special_values.py::"
+    "test_each_special_float32_is_placed_as_the_total_order_says"
+)
+MINUS_ONE = "test_windows.py::test_a_length_of_minus_one_is_an_empty_row"
+ALONE = "test_windows.py::test_lengths_alone_and_starts_alone"
+CLAMPED = "test_windows.py::test_every_start_and_length_is_clamped"
+PADDING = "test_special_values.py::test_valid_minus_infinities_come_before_padding"
+
+for _where, _name in (("cpu", "cpu"), ("gpu", "row")):
+    _suffix = f"_on_{_where}"
+    _mutation(
+        "minus_zero_merged_with_zero" + _suffix,
+        *SIGNED_ZERO,
+        f"{ZEROS}[{_name}-float32]",
+        where=_where,
+    )
+    _mutation(
+        "nan_compared_as_a_float" + _suffix, *NAN, f"{NANS}[{_name}]", where=_where
+    )
+    _mutation(
+        "length_clamped_as_unsigned" + _suffix,
+        *UNSIGNED_LENGTH,
+        f"{MINUS_ONE}[{_name}]",
+        where=_where,
+    )
+    _mutation(
+        "start_ignored_in_the_bound" + _suffix,
+        *START_IGNORED,
+        f"{CLAMPED}[{_name}-True-7]",
+        where=_where,
+    )
+    _mutation(
+        "window_in_32_bits" + _suffix,
+        *WINDOW_IN_32_BITS,
+        f"{CLAMPED}[{_name}-True-7]",
+        where=_where,
+    )
+    _mutation(
+        "padding_of_bfloat16_is_finite" + _suffix,
+        TOP_K,
+        "? 0xFF80u",
+        "? 0xFF7Fu",
+        "test_shapes.py::test_k_above_the_width_is_padded_when_lengths_are_given"
+        f"[{_name}-bfloat16]",
+        where=_where,
+    )
+
+_mutation(
+    "minus_zero_merged_with_zero_in_16_bit_vectors",
+    SELECT,
+    "return word ^ (negative | 0x80008000u);",
+    "return (word & 0xFFFFu) == 0x8000u ? (word ^ (negative | 0x80008000u)) + 1\n"
+    "                                         : word ^ (negative | 0x80008000u);",
+    "test_geometry.py::test_every_16_bit_distribution_is_exact_under_a_bent_geometry"
+    "[row-(0,1,1,1,0)-bfloat16]",
+)
+
+# Handlers and planner ----------------------------------------------------------------
+
+_mutation(
+    "function_attribute_never_set",
+    HANDLERS,
+    "  JAX_TOPK_RETURN_IF_ERROR(PrepareSplitTopK(shared_memory_bytes));\n",
+    "",
+    "test_windows.py::test_windows_of_long_rows_that_are_shared[split]",
+)
+_mutation(
+    "function_attribute_once_per_process",
+    HANDLERS,
+    "if (const auto found = devices.find(ordinal); found != devices.end()) {",
+    "if (const auto found = devices.begin(); found != devices.end()) {",
+    "test_concurrency.py::test_two_devices_in_one_process",
+    where="2 gpus",
+)
+_mutation(
+    "workspace_cleared_by_the_handler",
+    HANDLERS,
+    "  if (split) {\n",
+    "  if (split) {\n"
+    "    (void)cudaMemsetAsync(operands->workspace, 0,\n"
+    "                    params.rows * operands->workspace_bytes_per_row, stream);\n",
+    EVENTS,
+)
+_mutation(
+    "more_ctas_than_the_workspace_holds",
+    PLAN,
+    "ctas = std::min(ctas, fit);",
+    "",
+    "test_misuse.py::test_a_small_workspace_means_fewer_ctas_and_no_less_exact",
+)
+_mutation(
+    "plan_ignores_shared_memory",
+    PLAN,
+    "plan.capacity = std::clamp(wanted, least, most);",
+    "plan.capacity = std::max(wanted, least);",
+    "test_plan.py::test_every_problem_gets_a_plan_that_fits",
+    "test_devices.py::test_a_plan_for_a_small_device_fits_there",
+    where="cpu",
+)
+_mutation(
+    "plan_without_the_least_capacity",
+    PLAN,
+    "plan.capacity = std::clamp(wanted, least, most);",
+    "plan.capacity = std::min(wanted, most);",
+    "test_plan.py::test_a_geometry_given_by_hand_still_fits",
+    where="cpu",
+)
+_mutation(
+    "workspace_for_as_many_ctas_as_there_are_sms",
+    PLAN,
+    ": std::min(ctas_for(1), 8 * ctas);",
+    ": kMaxCtasPerRow;",
+    "test_plan.py::test_the_workspace_of_all_rows_stays_sane",
+    where="cpu",
+)
+_mutation(
+    "compute_capability_not_asked_for",
+    PLAN,
+    "if (device.compute_capability < kMinComputeCapability) {",
+    "if (false) {",
+    "test_plan.py::test_a_device_too_small_for_the_kernels_gets_the_reference",
+    where="cpu",
+)
+_mutation(
+    "leading_axes_of_operands_not_checked",
+    OPERANDS,
+    "good = dims[i] == scores[i];",
+    "good = true;",
+    "test_misuse.py::test_a_call_that_does_not_fit_is_an_error",
+    where="cpu",
+)
+_mutation(
+    "dtypes_of_operands_not_checked",
+    OPERANDS,
+    "bool good = buffer.element_type() == dtype && dims.size() == scores.size();",
+    "bool good = dims.size() == scores.size();",
+    "test_misuse.py::test_a_call_that_does_not_fit_is_an_error",
+    where="cpu",
+)
+_mutation(
+    "number_of_operands_not_checked",
+    OPERANDS,
+    "if (args.size() != num_args || rets.size() != num_rets) {",
+    "if (args.size() < num_args || rets.size() < num_rets) {",
+    "test_misuse.py::test_a_call_that_does_not_fit_is_an_error",
+    where="cpu",
+)
+_mutation(
+    "k_of_zero_accepted_by_the_handler",
+    OPERANDS,
+    "if (k < 1) return",
+    "if (k < 0) return",
+    "test_misuse.py::test_a_call_that_does_not_fit_is_an_error",
+    where="cpu",
+)
+
+# The CPU handler ---------------------------------------------------------------------
+
+_mutation(
+    "cpu_threshold_raised_too_far",
+    CPU,
+    "least = std::max(least, threshold.key + 1);",
+    "least = std::max(least, threshold.key + 2);",
+    "test_exactness.py::test_every_distribution_is_selected_exactly"
+    "[cpu-16411-2048-float32-unsorted]",
+    "test_exactness.py::test_a_sample_that_misleads_costs_time_and_nothing_else"
+    "[cpu-many-rows]",
+    where="cpu",
+)
+_mutation(
+    "cpu_misleading_sample_accepted",
+    CPU,
+    "if (list.size < std::min(k, window.stop - window.start)) {",
+    "if (false) {",
+    "test_exactness.py::test_a_sample_that_misleads_costs_time_and_nothing_else"
+    "[cpu-many-rows]",
+    where="cpu",
+)
+_mutation(
+    "cpu_full_list_keeps_one_too_few",
+    CPU,
+    "kept += item >= least;",
+    "kept += item > least;",
+    "test_exactness.py::test_every_distribution_is_selected_exactly"
+    "[cpu-4099-705-float32-unsorted]",
+    where="cpu",
+)
+_mutation(
+    "cpu_sort_forgets_the_highest_digit",
+    CPU,
+    "  for (int d = 0; d < kNumDigits; ++d) {\n    uint32_t* bins",
+    "  for (int d = 0; d < kNumDigits - 1; ++d) {\n    uint32_t* bins",
+    "test_exactness.py::test_every_distribution_is_selected_exactly"
+    "[cpu-4099-705-float32-sorted]",
+    where="cpu",
+)
+_mutation(
+    "cpu_chunks_lose_their_last_column",
+    CPU,
+    "window.start + length * (chunk + 1) / num_chunks};",
+    "window.start + length * (chunk + 1) / num_chunks - 1};",
+    "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row",
+    where="cpu",
+)
+_mutation(
+    "cpu_tile_ends_in_the_next_row",
+    CPU,
+    "    std::fill(passes + size, passes + (size + 63) / 64 * 64, 0);\n",
+    "",
+    "test_windows.py::test_every_distribution_is_exact_in_a_ragged_batch"
+    "[cpu-5003-float32]",
+    where="cpu",
+)
+
+# Python ------------------------------------------------------------------------------
+
+SHARDED = "test_transforms.py::test_sharded_rows_stay_where_they_are"
+
+_mutation(
+    "num_batch_dims_dropped",
+    PRIMITIVE,
+    'annotations = {"mhlo.frontend_attributes": num_batch_dims}',
+    "annotations = {}",
+    SHARDED,
+    where="cpu",
+)
+_mutation(
+    "sharding_rule_dropped",
+    PRIMITIVE,
+    '        annotations["sdy.sharding_rule"] = rule\n',
+    "        del rule\n",
+    SHARDED,
+    where="cpu",
+)
+_mutation(
+    "not_registered_as_batch_partitionable",
+    PRIMITIVE,
+    "    jax.ffi.register_ffi_target_as_batch_partitionable(_name)",
+    "    pass",
+    SHARDED,
+    where="cpu",
+)
+_mutation(
+    "manual_axes_of_the_scores_alone",
+    PRIMITIVE,
+    "varying = frozenset().union(*(kind.varying for kind in kinds))",
+    "varying = kinds[0].varying",
+    "test_transforms.py::"
+    "test_gradients_of_shared_scores_with_sharded_lengths_are_summed",
+    where="cpu",
+)
+_mutation(
+    "padding_pulls_back_to_column_0",
+    PRIMITIVE,
+    "dvalues = jnp.where(indices < 0, 0, dvalues)",
+    "pass",
+    "test_transforms.py::test_vjp_ignores_the_padding",
+    where="cpu",
+)
+_mutation(
+    "lengths_beyond_int32_wrap",
+    TOP_K_PY,
+    "rows = xp.clip(rows, low, high).astype(np.int32)",
+    "rows = rows.astype(np.int32)",
+    "test_windows.py::test_lengths_beyond_int32_are_long_not_negative",
+    where="cpu",
+)
+_mutation(
+    "reference_ties_in_any_order",
+    REFERENCE,
+    "lax.sort((rank, column), dimension=-1, num_keys=2, is_stable=False)",
+    "lax.sort((rank, -column), dimension=-1, num_keys=2, is_stable=False)",
+    "test_ties.py::test_equal_scores_are_taken_by_ascending_index[xla-20011-512]",
+    more=(
+        (
+            REFERENCE,
+            "rank, column = rank[..., :k], column[..., :k]",
+            "rank, column = rank[..., :k], -column[..., :k]",
+        ),
+    ),
+    where="cpu",
+)
+_mutation(
+    "reference_ranks_padding_above_minus_inf",
+    REFERENCE,
+    "np.array(np.iinfo(rank.dtype).max, rank.dtype))",
+    "_to_rank(lax.full((), pad_value(scores.dtype), scores.dtype)) - 1)",
+    PADDING + "[xla]",
+    where="cpu",
+)
+_mutation(
+    "most_of_each_device_fact_instead_of_the_least",
+    PLAN_PY,
+    "least = (min(facts) for facts",
+    "least = (max(facts) for facts",
+    "test_devices.py::test_the_least_of_several_devices_counts",
+    where="cpu",
+)
+
+# Variants: slow, and right -----------------------------------------------------------
+#
+# Nobody may rely on when a CTA runs. Here chosen ones are held up for long, at each
+# place where another CTA could miss them.
+
+for _which, _name in (
+    ("blockIdx.x % 4 == 0", "the_first"),
+    ("blockIdx.x % 4 == 3", "the_last"),
+    ("blockIdx.x % 2 == 1", "every_other"),
+):
+    _mutation(
+        f"{_name}_cta_of_a_row_delayed",
+        ROW_STATE,
+        INSTALL,
+        INSTALL + _delayed(_which, 30000),
+        ROTATING,
+        SHORT_LONG,
+        "test_row_state.py::test_whatever_the_memory_held_before",
+        WORDS,
+        more=((ROW_STATE, RELEASE_BARRIER, _delayed(_which, 30000) + RELEASE_BARRIER),),
+        expect="green",
+    )

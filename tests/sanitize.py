@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small problems that reach every path of the kernels, for compute-sanitizer.
+
+    python tests/sanitize.py            answers a few small problems, as it is
+    python tests/sanitize.py --tools    itself under each tool, a table at the end
+
+Under a tool only our kernels are looked at. Expected of initcheck: a CTA swaps the
+arrival word of a row for one with its tag, whatever it holds, and the last of the row
+may read slots before it knows how many are filled. Both are of the workspace.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SECONDS = 150  # of each tool, all running at once
+# initcheck's reads of the workspace that are meant: where the source says so.
+MEANT = r"Gather|Install|Arrive|compare_exchange|PublishedEntries"
+
+
+def answer():
+    """A few small problems; every answer is checked."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import inputs
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from implementations import Implementation
+
+    n, k, rows = 700, 40, 6
+    names = ["normal", "all_equal", "plateau", "two_plateaus", "winners_last"]
+    names.append("random_bits")
+    lengths = np.array([n, n, n, 300, k + 1, 7], np.int32)
+    starts = np.array([0, 3, 0, 100, 5, 690], np.int32)
+    done = 0
+    for name, geometry in (
+        ("row", (0, 1, 16, 2, 2)),
+        ("row", (0, 0, 0, 3, 1)),
+        ("split", (4, 1, 16, 8, 0)),
+        ("split", (3, 256, 0, 0, 0)),
+    ):
+        for dtype in (np.float32, jnp.bfloat16):
+            for sorted in (True, False):
+                bent = Implementation(name, "cuda", geometry)
+                labels, scores = inputs.batch(n, k, dtype, names)
+                assert len(scores) == rows
+                window = (lengths, starts) if sorted else (None, None)
+                bent.check(scores, k, *window, sorted, labels=labels)
+                done += 1
+                print(f"{done}: {bent}, {np.dtype(dtype).name}, right", flush=True)
+    jax.clear_caches()
+    print("all right", flush=True)
+
+
+def under(tool, sanitizer):
+    """(verdict, seconds, what was found) of this program under a tool."""
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        "--print-limit",
+        "20",
+    ]
+    command += ["--target-processes", "application-only"]
+    command += ["--kernel-name", "kernel_substring=TopK"]
+    if tool == "memcheck":
+        command += ["--leak-check", "no"]
+    command += [sys.executable, str(pathlib.Path(__file__).resolve())]
+    environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    # No graphs, so that each kernel is seen on its own.
+    flags = environment.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+    environment["XLA_FLAGS"] = flags.strip()
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+        output, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        output = (
+            output.decode(errors="replace") if isinstance(output, bytes) else output
+        )
+        code = None
+    seconds = time.monotonic() - begin
+    out = os.environ.get("OUT")
+    if out:
+        pathlib.Path(out, f"sanitize-{tool}.txt").write_text(output[-200_000:])
+    cases = len(re.findall(r"^\d+: .*, right$", output, re.M))
+    summary = re.findall(r"=* *(?:ERROR|RACECHECK) SUMMARY: .*", output)
+    found = re.sub(r"^=* *", "", summary[-1]) if summary else "no summary"
+    reports = re.split(
+        r"(?m)^========= (?=Uninitialized|Invalid|Error|Barrier)", output
+    )
+    if code is None:
+        return "slow", seconds, f"no end after {SECONDS} s; {cases} cases; {found}"
+    if "all right" not in output:
+        return "BROKEN", seconds, output.strip()[-300:].replace("\n", " | ")
+    errors = int((re.search(r"(\d+) (?:error|hazard)", found) or [0, "0"])[1])
+    if tool == "initcheck" and errors:
+        strange = [
+            one for one in reports[1:] if not re.search(MEANT, one.split("Host")[0])
+        ]
+        if reports[1:] and not strange:
+            return "clean", seconds, f"{cases} cases; {found}, all of them meant"
+    if errors == 0 and code == 0:
+        return "clean", seconds, f"{cases} cases; {found}"
+    detail = " | ".join(" ".join(one.split())[:300] for one in reports[1:3])
+    return "FOUND", seconds, f"{cases} cases; {found}; {detail}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, metavar="TOOL")
+    given = parser.parse_args()
+    if given.tools is None:
+        return answer()
+    places = os.environ.get("PATH", "").split(os.pathsep)
+    places += ["/usr/local/cuda/bin", os.environ.get("CUDA_HOME", "") + "/bin"]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    if sanitizer is None:
+        sys.exit("make sanitize needs compute-sanitizer, of the CUDA toolkit, on PATH")
+    verdicts = set()
+    tools = given.tools or TOOLS
+    with concurrent.futures.ThreadPoolExecutor(len(tools)) as pool:  # all at once
+        running = {pool.submit(under, tool, sanitizer): tool for tool in tools}
+        for done in concurrent.futures.as_completed(running):
+            verdict, seconds, found = done.result()
+            verdicts.add(verdict)
+            tool = running[done]
+            print(f"{tool:10} {verdict:7} {seconds:4.0f} s  {found}", flush=True)
+    sys.exit(0 if verdicts <= {"clean"} else 1)
+
+
+if __name__ == "__main__":
+    main()
