@@ -221,7 +221,8 @@ struct Cut {
 //
 // Requires 1 <= rank <= the words within [low, high], and no word above high.
 //
-//   1. Count the words within [low, high] in bins of equal width.
+//   1. Count the words within [low, high] in bins: `low` by itself, where a plateau often
+//      is, and the rest in bins of equal width.
 //   2. From the top, find the bin where the rank falls; it is the new [low, high].
 //      Done if no more than the slack of its words are unwanted, or if it is one word.
 //
@@ -241,7 +242,11 @@ __device__ Cut SelectWord(const Cta& cta, const Words& words, uint32_t rank,
   while (true) {
     // 1. `bins` is complete at the second barrier.
     const uint32_t span = high - low;
-    const int shift = max(32 - __clz(static_cast<int>(span)) - kBinBits, 0);
+    int shift = max(32 - __clz(static_cast<int>(span)) - kBinBits, 0);
+    if (span > 0 && (span - 1) >> shift >= kNumBins - 1) ++shift;
+    const auto bin_of = [&](uint32_t word) {
+      return word == low ? 0 : ((word - low - 1) >> shift) + 1;
+    };
     ClearBins(cta);
     __syncthreads();
     for (uint32_t base = threadIdx.x; base < size; base += kBatch * kThreads) {
@@ -255,7 +260,7 @@ __device__ Cut SelectWord(const Cta& cta, const Words& words, uint32_t rank,
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (valid[j] && word[j] - low <= span) {
-          atomicAdd(&cta.bins()[(word[j] - low) >> shift], 1u);
+          atomicAdd(&cta.bins()[bin_of(word[j])], 1u);
         }
       }
     }
@@ -281,10 +286,11 @@ __device__ Cut SelectWord(const Cta& cta, const Words& words, uint32_t rank,
     __syncthreads();
     above = scratch.above;
     const uint32_t reached = above + scratch.inside;
-    low += scratch.bin << shift;
-    const uint32_t width = (1u << shift) - 1;
+    const uint32_t bin = scratch.bin;
+    const uint32_t width = bin == 0 ? 0 : (1u << shift) - 1;
+    if (bin > 0) low += 1 + ((bin - 1) << shift);
     if (high - low > width) high = low + width;
-    if (reached <= rank + slack || shift == 0) return {low, above, reached};
+    if (reached <= rank + slack || low == high) return {low, above, reached};
   }
 }
 

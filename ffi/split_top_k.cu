@@ -66,16 +66,17 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
   const uint32_t k = state.k;
   // As many threads for each CTA's slots as there are. The first slots are read before
   // it is known how many are filled: one trip to L2 less.
-  constexpr uint32_t kEarly = 8;
+  constexpr uint32_t kPerThread = 8;
   uint32_t team = kThreads;
   while (team * ctas > kThreads) team /= 2;
   const uint32_t of_team = threadIdx.x / team;
   const uint32_t in_team = threadIdx.x % team;
-  const uint64_t* slots = state.Slots(min(of_team, ctas - 1));
-  uint64_t early[kEarly];
+  const uint32_t of_teams = 4 * kPerThread * team;  // slots of a CTA left to its team
+  uint64_t read[kPerThread];
 #pragma unroll
-  for (uint32_t j = 0; j < kEarly; ++j)
-    early[j] = slots[min(in_team + j * team, k - 1)];
+  for (uint32_t j = 0; j < kPerThread; ++j) {
+    read[j] = state.Slots(min(of_team, ctas - 1))[min(in_team + j * team, k - 1)];
+  }
 
   // Every warp sums up the counts: ties in the upper half of a word, survivors in the
   // lower. Lane l has those of CTAs l and l + 32.
@@ -105,32 +106,52 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
   }
 
   const uint32_t wanted_ties = survivors < k ? k - survivors : 0;
-  const bool upper = of_team >= 32;
-  const uint64_t count = __shfl_sync(kFullWarp, upper ? counts[1] : counts[0], of_team);
-  const uint64_t sum = __shfl_sync(kFullWarp, upper ? sums[1] : sums[0], of_team);
   ResetExtremes(cta);
   __syncthreads();
   uint32_t min_key = 0xFFFFFFFFu;
   uint32_t max_key = 0;
-  if (of_team < ctas) {
-    const uint64_t before = sum - count;
-    const uint32_t here = static_cast<uint32_t>(count);
-    uint64_t* to = cta.list() + static_cast<uint32_t>(before);
-    const auto take = [&](uint32_t i, uint64_t composite) {
-      min_key = min(min_key, CompositeKey(composite));
-      max_key = max(max_key, CompositeKey(composite));
-      to[i] = composite;
-    };
+  const auto take = [&](uint32_t position, uint64_t composite) {
+    min_key = min(min_key, CompositeKey(composite));
+    max_key = max(max_key, CompositeKey(composite));
+    cta.list()[position] = composite;
+  };
+  const bool upper = of_team >= 32;  // the same for all lanes of a warp
+  const uint64_t count = __shfl_sync(kFullWarp, upper ? counts[1] : counts[0], of_team);
+  const uint64_t sum = __shfl_sync(kFullWarp, upper ? sums[1] : sums[0], of_team);
+  const uint32_t here = of_team < ctas ? static_cast<uint32_t>(count) : 0;
 #pragma unroll
-    for (uint32_t j = 0; j < kEarly; ++j) {
-      if (in_team + j * team < here) take(in_team + j * team, early[j]);
-    }
+  for (uint32_t j = 0; j < kPerThread; ++j) {
+    const uint32_t i = in_team + j * team;
+    if (i < here) take(static_cast<uint32_t>(sum) - here + i, read[j]);
+  }
 #pragma unroll 4
-    for (uint32_t i = in_team + kEarly * team; i < here; i += team) take(i, slots[i]);
-    const uint32_t skipped = static_cast<uint32_t>(before >> 32);
-    const uint32_t ties_here = static_cast<uint32_t>(count >> 32);
-    for (uint32_t i = in_team; i < ties_here && skipped + i < wanted_ties; i += team) {
-      cta.list()[survivors + skipped + i] = slots[here + i];
+  for (uint32_t i = in_team + kPerThread * team; i < min(here, of_teams); i += team) {
+    take(static_cast<uint32_t>(sum) - here + i, state.Slots(of_team)[i]);
+  }
+  // What is left where survivors crowd, and the first ties: with all threads, CTA by CTA.
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint64_t before = sums[half] - counts[half];
+    const bool crowded = static_cast<uint32_t>(counts[half]) > of_teams;
+    const bool has_ties = counts[half] >> 32 > 0 && before >> 32 < wanted_ties;
+    unsigned left = __ballot_sync(kFullWarp, crowded || has_ties);
+    for (; left != 0; left &= left - 1) {
+      const int one = __ffs(left) - 1;
+      const uint64_t* slots = state.Slots(one + 32 * half);
+      const uint64_t count_of_one = __shfl_sync(kFullWarp, counts[half], one);
+      const uint64_t before_one = __shfl_sync(kFullWarp, before, one);
+      const uint32_t num_survivors = static_cast<uint32_t>(count_of_one);
+#pragma unroll 4
+      for (uint32_t i = of_teams + threadIdx.x; i < num_survivors; i += kThreads) {
+        take(static_cast<uint32_t>(before_one) + i, slots[i]);
+      }
+      const uint32_t skipped = static_cast<uint32_t>(before_one >> 32);
+      const uint32_t stop = min(static_cast<uint32_t>(count_of_one >> 32),
+                                wanted_ties - min(skipped, wanted_ties));
+#pragma unroll 4
+      for (uint32_t i = threadIdx.x; i < stop; i += kThreads) {
+        cta.list()[survivors + skipped + i] = slots[num_survivors + i];
+      }
     }
   }
   NoteExtremes(cta, min_key, max_key);
