@@ -79,6 +79,15 @@ def test_a_row_is_shared_only_by_ctas_that_would_idle(rows, n, k, sms):
         assert (made.ctas_per_row - 1) * 8192 < n  # each has something to read
 
 
+@hypothesis.given(known_devices, rows, widths, native_ks)
+def test_a_workspace_is_for_no_more_ctas_than_have_something_to_read(
+    device, rows, n, k
+):
+    made = plan(device, rows, n, k, implementation="split")
+    ctas = min(-(-n // 8192), 64)
+    assert made.workspace_bytes_per_row <= 8 * k * ctas + 4 * ctas + 32
+
+
 @hypothesis.given(known_devices, st.integers(1, 10_000), widths, native_ks)
 def test_one_workspace_serves_the_whole_and_up_to_eight_shards(device, rows, n, k):
     """The lowering sees global rows, the handler those of its shard."""

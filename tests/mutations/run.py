@@ -32,14 +32,24 @@ import table
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COPIED = ("ffi", "jax_topk", "tests", "CMakeLists.txt", "pyproject.toml", "LICENSE")
 NO_FINDER = """\
-# The copies beside this file win over an installed package, editable or not.
+# The copies beside this file win over an installed package, editable or not. Whatever
+# else is called sitecustomize has its say too.
+import importlib.util
+import pathlib
 import sys
+from importlib.machinery import PathFinder
+
 
 sys.meta_path[:] = [
     finder
     for finder in sys.meta_path
     if not type(finder).__module__.startswith("_editable_")
 ]
+here = pathlib.Path(__file__).parent
+others = [path for path in sys.path if pathlib.Path(path) != here]
+spec = PathFinder.find_spec("sitecustomize", others)
+if spec is not None:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
 
 
@@ -63,11 +73,11 @@ def call(command, timeout, **options):
         return None, output
 
 
-def copy_sources(to):
+def copy_sources(to, root=ROOT):
     to.mkdir(parents=True)
     ignore = shutil.ignore_patterns("*.so", "__pycache__", ".hypothesis")
     for name in COPIED:
-        source = ROOT / name
+        source = root / name
         if source.is_dir():
             shutil.copytree(source, to / name, ignore=ignore)
         elif source.exists():
@@ -162,7 +172,7 @@ class Build:
             words = [w.replace(str(self.tree), str(tree)) for w in words]
             objects.append(str(tree / f"{source}.o"))
             running.append(words)
-        with concurrent.futures.ThreadPoolExecutor(len(running)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(max(len(running), 1)) as pool:
             done = list(pool.map(lambda w: call(w, 600, cwd=self.build), running))
         for code, output in done:
             if code != 0:
@@ -198,6 +208,8 @@ def run_tests(tree, site, tests, timeout, options, where):
     running = re.findall(r"^tests/(\S+::\S+)", output, re.M)
     if code == 0:
         return ("green" if passed else "skipped"), "", f"{passed} tests passed"
+    if "JAX_TOPK_REQUIRE_GPU=1, but" in output:
+        return "error", "", "no GPU"
     if failed and "::" in failed[1]:
         return "red", failed[1], (failed[2] or "")
     if running:  # the process is gone: the last test that began is the one
@@ -329,7 +341,7 @@ def main():
         start = time.monotonic()
         tree = folder / mutation.name
         try:
-            copy_sources(tree)
+            copy_sources(tree, build.tree)
             apply(mutation, tree)
             trouble = build.redo(tree)
         except Exception as error:

@@ -531,7 +531,7 @@ _mutation(
     PLAN,
     ": std::min(ctas_for(1), 8 * ctas);",
     ": kMaxCtasPerRow;",
-    "test_plan.py::test_the_workspace_of_all_rows_stays_sane",
+    "test_devices.py::test_a_workspace_is_for_no_more_ctas_than_have_something_to_read",
     where="cpu",
 )
 _mutation(
