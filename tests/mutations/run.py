@@ -203,7 +203,7 @@ def run_tests(tree, site, tests, timeout, options, where):
     command += ["-p", "no:cacheprovider", *[f"tests/{test}" for test in tests]]
     code, output = call(command, timeout, cwd=tree, env=environment)
     (tree / "output.txt").write_text(output)
-    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)(?: - (.*))?$", output, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(.*?)(?: - (.*))?$", output, re.M)
     passed = len(re.findall(r"^tests/\S+::.* PASSED", output, re.M))
     running = re.findall(r"^tests/(\S+::\S+)", output, re.M)
     if code == 0:
@@ -235,7 +235,7 @@ class Table:
                 self.path.write_text(json.dumps(self.rows, indent=1))
         good = "" if row["good"] else "   <-- not as expected"
         self.say(
-            f"{row['verdict']:8}{row['name']}  {row['seconds']:.0f} s  {row['test']}"
+            f"{row['verdict']:9}{row['name']}  {row['seconds']:.0f} s  {row['test']}"
             f"  {row['message'][:160]}{good}"
         )
 
@@ -266,7 +266,7 @@ def main():
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="builds")
     parser.add_argument("--test-jobs", type=int, default=3, help="tests at a time")
-    parser.add_argument("--timeout", type=int, default=100, help="of the tests of one")
+    parser.add_argument("--timeout", type=int, default=90, help="of the tests of one")
     parser.add_argument("--architecture", default="", help="CUDA's, 90 for instance")
     parser.add_argument("--out", type=pathlib.Path, help="the table as JSON")
     parser.add_argument("--no-baseline", action="store_true")

@@ -113,6 +113,7 @@ _mutation(
     HANDLERS,
     TAG,
     "return uint64_t{0x7FF4} << 48 | (number * 0 + 77) << 16;",
+    THOUSANDS + SHARED,
     ROTATING + SHARED,
     more=((ROW_STATE, CLEANUP, ""),),
     why="either of the two would hide the absence of the other",
@@ -141,8 +142,8 @@ _mutation(
     ROW_STATE,
     RELEASE_BARRIER,
     "",
+    BENT + "[split-(2,2048,0,0,0)-unsorted]",
     THOUSANDS + SHARED,
-    ROTATING + SHARED,
     expect="either",
     why="warps seldom lag behind thread 0; with some held up, the next row shows it",
 )
@@ -151,8 +152,8 @@ _mutation(
     ROW_STATE,
     RELEASE_BARRIER,
     "",
-    ROTATING + SHARED,
-    more=((SPLIT, PUBLISH, PUBLISH + _delayed("threadIdx.x >= 256", 40000)),),
+    BENT + "[split-(2,2048,0,0,0)-unsorted]",
+    more=((SPLIT, PUBLISH, PUBLISH + _delayed("threadIdx.x >= 32", 40000)),),
 )
 _mutation(
     "last_to_arrive_reads_before_its_barrier",
@@ -185,7 +186,7 @@ _mutation(
     "      }\n"
     "      continue;\n"
     "    }",
-    SHORT_LONG + SHARED,
+    BENT + "[split-(64,1,33,0,0)-unsorted]",
     WORDS + SHARED,
 )
 _mutation(
@@ -200,8 +201,16 @@ _mutation(
     SPLIT,
     "return i % state.k < RowState::Survivors(state.counts[i / state.k]);",
     "return true;",
+    WORDS + OVERFLOWING,
     BENT + "[split-(3,1,0,0,0)-unsorted]",
-    BENT + "[split-(7,1024,64,21,0)-unsorted]",
+)
+_mutation(
+    "crowded_chunks_cut_short",
+    SPLIT,
+    "const bool crowded = static_cast<uint32_t>(counts[half]) > early;",
+    "const bool crowded = false;",
+    BENT + "[split-(64,1,33,0,0)-unsorted]",
+    BENT + "[split-(16,700,16384,0,0)-unsorted]",
 )
 _mutation(
     "ties_of_later_ctas_not_skipped",
@@ -252,12 +261,19 @@ _mutation(
     BENT + "[row-(0,1,1,1,0)-unsorted]",
 )
 _mutation(
-    "too_few_survivors_accepted",
+    "rows_of_a_sample_too_high_unanswered",
     SELECT,
-    "if (reduced.survivors + reduced.ties < k) {  // the sample was too high",
-    "if (false) {",
+    "reduced = SelectExactly(cta, entries, k);",
+    "return;",
     "test_exactness.py::test_a_sample_that_misleads_costs_time_and_nothing_else"
     "[row-many-rows]",
+)
+_mutation(
+    "bins_that_do_not_begin_behind_the_lowest_word",
+    SELECT,
+    "if (bin > 0) low += 1 + ((bin - 1) << shift);",
+    "low += bin << shift;",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
 )
 _mutation(
     "tie_quota_off_by_one",
@@ -300,11 +316,9 @@ _mutation(
     "whole_rows_beyond_the_capacity",
     SELECT,
     "  if (length <= cta.capacity) {\n    LoadChunk(cta, entries);",
-    "  if (length <= cta.capacity + cta.capacity / 8) {\n    LoadChunk(cta, entries);",
-    "test_exactness.py::test_every_slot_is_written_when_few_winners_stand_on_a_plateau"
-    "[row-0]",
-    "test_windows.py::test_every_distribution_is_exact_in_a_ragged_batch"
-    "[row-40009-float32]",
+    "  if (length <= 2 * cta.capacity) {\n    LoadChunk(cta, entries);",
+    "test_exactness.py::test_one_bin_just_below_at_and_above_common_buffer_sizes"
+    "[row-512]",
 )
 _mutation(
     "head_of_a_misaligned_chunk_skipped",
