@@ -207,10 +207,9 @@ _mutation(
 _mutation(
     "crowded_chunks_cut_short",
     SPLIT,
-    "const bool crowded = static_cast<uint32_t>(counts[half]) > early;",
-    "const bool crowded = false;",
-    BENT + "[split-(64,1,33,0,0)-unsorted]",
-    BENT + "[split-(16,700,16384,0,0)-unsorted]",
+    "i < num_survivors; i += kThreads) {",
+    "i < 0; i += kThreads) {",
+    "test_geometry.py::test_the_largest_native_k_under_a_bent_geometry",
 )
 _mutation(
     "ties_of_later_ctas_not_skipped",
