@@ -209,7 +209,8 @@ _mutation(
     SPLIT,
     "i < num_survivors; i += kThreads) {",
     "i < 0; i += kThreads) {",
-    "test_geometry.py::test_the_largest_native_k_under_a_bent_geometry",
+    "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row"
+    "[split-36-float32]",
 )
 _mutation(
     "ties_of_later_ctas_not_skipped",
