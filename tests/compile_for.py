@@ -12,9 +12,10 @@ installed. A process of its own, since a plugin without a GPU changes what JAX s
 import os
 import sys
 
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["JAX_PLATFORMS"] = "cuda,cpu"
-sys.path += sys.argv[1:]
+if __name__ == "__main__":  # before jax is imported
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    sys.path += sys.argv[1:]
 
 import re
 

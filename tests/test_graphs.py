@@ -121,7 +121,7 @@ def test_a_call_is_one_kernel_and_nothing_else():
     # Without graphs the profiler sees each thing that is put on the stream.
     flags = "--xla_gpu_enable_command_buffer="
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
-    program = pathlib.Path(__file__).with_name("trace.py")
+    program = pathlib.Path(__file__).with_name("profiled.py")
     done = subprocess.run(
         [sys.executable, str(program)],
         env=environment,
