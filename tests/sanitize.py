@@ -21,8 +21,9 @@ import time
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SECONDS = 150  # of each tool, all running at once
-# initcheck's reads of the workspace that are meant: where the source says so.
-MEANT = r"Gather|Install|Arrive|compare_exchange|PublishedEntries"
+# Words of those reports of initcheck that are meant: 8-byte reads of the split kernel,
+# of arrival words and slots. All else that it reads is smaller, or was copied there.
+MEANT = ("size 8", "SplitTopK")
 
 
 def answer():
@@ -59,8 +60,27 @@ def answer():
     print("all right", flush=True)
 
 
+def only_ours(sanitizer):
+    """The option that leaves XLA's kernels alone; its name has changed over time."""
+    done = subprocess.run([sanitizer, "--help"], capture_output=True, text=True)
+    for name in ("--kernel-name", "--kernel-regex", "--filter"):
+        if re.search(rf"{name}\b(?!-)", done.stdout + done.stderr):
+            return [
+                name,
+                "kns=TopK" if name == "--kernel-regex" else "kernel_substring=TopK",
+            ]
+    return []
+
+
 def under(tool, sanitizer):
     """(verdict, seconds, what was found) of this program under a tool."""
+    verdict, seconds, found = attempt(tool, sanitizer, only_ours(sanitizer))
+    if verdict == "BROKEN" and seconds < 20:  # another spelling, perhaps
+        verdict, seconds, found = attempt(tool, sanitizer, [])
+    return verdict, seconds, found
+
+
+def attempt(tool, sanitizer, options):
     command = [
         sanitizer,
         "--tool",
@@ -71,7 +91,7 @@ def under(tool, sanitizer):
         "20",
     ]
     command += ["--target-processes", "application-only"]
-    command += ["--kernel-name", "kernel_substring=TopK"]
+    command += options
     if tool == "memcheck":
         command += ["--leak-check", "no"]
     command += [sys.executable, str(pathlib.Path(__file__).resolve())]
@@ -113,9 +133,7 @@ def under(tool, sanitizer):
         return "BROKEN", seconds, output.strip()[-300:].replace("\n", " | ")
     errors = int((re.search(r"(\d+) (?:error|hazard)", found) or [0, "0"])[1])
     if tool == "initcheck" and errors:
-        strange = [
-            one for one in reports[1:] if not re.search(MEANT, one.split("Host")[0])
-        ]
+        strange = [one for one in reports[1:] if not all(word in one for word in MEANT)]
         if reports[1:] and not strange:
             return "clean", seconds, f"{cases} cases; {found}, all of them meant"
     if errors == 0 and code == 0:
