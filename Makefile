@@ -15,10 +15,10 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 EXTRAS := test$(if $(GPU),$(shell echo ,)cuda13)
 INSTALLED := .venv/installed-$(if $(GPU),gpu,cpu)
 GRAPH_MODES := graphs-default graphs-every-call graphs-while graphs-off
-CPP := $(wildcard ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu)
+CPP := $(wildcard ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu benchmarks/*.cu)
 
-.PHONY: help demo test test-graphs $(GRAPH_MODES) fuzz mutations sanitize lint format \
-  clean
+.PHONY: help demo test test-graphs $(GRAPH_MODES) fuzz mutations sanitize bench lint \
+  format clean
 
 help:
 	@echo 'make demo    select from real scores, check the answer, time it'
@@ -32,6 +32,7 @@ help:
 	@echo 'make mutations    break the sources in many ways, and see tests turn red'
 	@echo 'make test-graphs  on a GPU: under four command-buffer modes'
 	@echo 'make sanitize     on a GPU: under compute-sanitizer'
+	@echo 'make bench        on a GPU, with nvcc: times the CUDA kernels'
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -65,6 +66,13 @@ mutations: $(INSTALLED)
 
 sanitize: $(INSTALLED)
 	@$(BIN)/python tests/sanitize.py --tools $(ARGS)
+
+bench: build/kernels
+	@build/kernels $(ARGS)
+
+build/kernels: benchmarks/kernels.cu $(wildcard ffi/*.h ffi/*.cuh ffi/*.cu)
+	@mkdir -p build
+	nvcc -std=c++17 -O3 -arch=native -DJAX_TOPK_CUDA -o $@ $(filter %.cu,$^)
 
 # XLA's CUDA compiler, in the version of jax. In a folder of its own: JAX would take the
 # plugin for a GPU.
