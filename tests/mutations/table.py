@@ -381,7 +381,7 @@ _mutation(
     TINY + "[row-(0,0,0,1,1)]",
     "test_big.py::test_one_cta_goes_through_thousands_of_rows",
     expect="either",
-    why="a race; `make sanitize` names it (racecheck)",
+    why="a race within a CTA, which racecheck is for",
 )
 _mutation(
     "scores_offset_in_32_bits",
