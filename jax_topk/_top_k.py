@@ -125,8 +125,8 @@ def top_k_with_geometry(
 ) -> TopK:
     """``top_k`` with a plan given by hand, for tests; zeros leave it to the planner.
 
-    The five numbers are CTAs a row, capacity, samples, grid and CTAs an SM (``Geometry``
-    in ``ffi/plan.h``). They bend the CUDA kernels' paths and never an answer.
+    The five numbers are CTAs a row, capacity, samples, grid and CTAs an SM, as in
+    ``Geometry`` of ``ffi/plan.h``. They bend the CUDA kernels' paths, never an answer.
     """
     scores = _checked_scores(scores)
     k = _checked_k(k, scores, ragged=lengths is not None)
