@@ -153,7 +153,10 @@ _mutation(
     RELEASE_BARRIER,
     "",
     BENT + "[split-(2,2048,0,0,0)-unsorted]",
-    more=((SPLIT, PUBLISH, PUBLISH + _delayed("threadIdx.x >= 32", 40000)),),
+    # In one CTA only: were all late, the last would be no earlier than what it reads.
+    more=(
+        (SPLIT, PUBLISH, PUBLISH + _delayed("threadIdx.x >= 32 && mine == 0", 40000)),
+    ),
 )
 _mutation(
     "last_to_arrive_reads_before_its_barrier",
