@@ -50,14 +50,15 @@ def from_bits(rng, shape, dtype):
 
 
 # Where the native implementations look for their sample: one column from each of
-# `num_samples` equal parts of a row, at a place that a hash of the part's number gives.
+# `num_samples` equal parts of a row, or four neighbours from each of a quarter as many,
+# at a place that a hash of the part's number gives.
 # Copied from the sources, since nothing else can mislead a sample; a test makes sure
 # that the copies have not fallen behind.
 
 SAMPLERS_IN_THE_SOURCES = {
     "cpu_top_k.cc": (
         "within = (i + 1) * 0x9E3779B97F4A7C15u >> 32;",
-        "(i * length + (within * length >> 32)) >> log2",
+        "(i * span + kRun * (within * span >> 32)) >> log2",
     ),
     "select.cuh": (
         "jitter = (i * 2654435761u) >> 16;",
@@ -67,10 +68,13 @@ SAMPLERS_IN_THE_SOURCES = {
 
 
 def columns_that_cpu_samples(length, num_samples):
-    i = np.arange(num_samples, dtype=np.uint64)
+    run = 4  # neighbours
+    i = np.arange(0, num_samples, run, dtype=np.uint64)
+    span = np.uint64(length - (run - 1))
     place = (i + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
-    place = place * np.uint64(length) >> np.uint64(32)
-    return (i * np.uint64(length) + place) // np.uint64(num_samples)
+    place = place * span >> np.uint64(32)
+    first = (i * span + np.uint64(run) * place) // np.uint64(num_samples)
+    return (first[:, None] + np.arange(run, dtype=np.uint64)).ravel()
 
 
 def columns_that_cuda_samples(length, num_samples):
