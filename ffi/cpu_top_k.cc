@@ -231,9 +231,11 @@ Threshold SampleThreshold(const Bits* row, Window window, int64_t k, Scratch& sc
   if (length < kMinSampledColumns || k >= length) return none;
   // A sample in 8 columns of short rows, in 256 of long ones. Fewer samples need a wider
   // margin and leave more survivors; more of them take longer to read and to order.
+  const auto columns_per_sample = [](int log2) -> int64_t {
+    return log2 < 10 ? 8 : 256;
+  };
   int log2 = kMinSamplesLog2;
-  while (log2 < kMaxSamplesLog2 && int64_t{log2 < 10 ? 8 : 256} << log2 < length)
-    ++log2;
+  while (log2 < kMaxSamplesLog2 && columns_per_sample(log2) << log2 < length) ++log2;
   const int64_t num_samples = int64_t{1} << log2;
   // About m of the k largest are among the samples, with a standard deviation of
   // sqrt(m) at most. If `rank` of them are, fewer than k scores reach the threshold:
