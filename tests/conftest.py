@@ -76,3 +76,12 @@ def platform(request):
     """A platform whose first device is the default one during the test."""
     with jax.default_device(jax.devices(request.param)[0]):
         yield request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def devices(request):
+    """All devices of a platform, an even number: eight of the CPU, or the GPUs."""
+    found = jax.devices(request.param)
+    if len(found) < 2:
+        pytest.skip("needs two GPUs, and there is one")
+    return found[: len(found) // 2 * 2]

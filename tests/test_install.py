@@ -98,7 +98,13 @@ def test_the_build_holds_the_handlers_that_it_registers():
 
 
 def test_the_public_surface():
-    assert set(jax_topk.__all__) == {"top_k", "TopK", "FFI_TARGETS", "__version__"}
+    assert set(jax_topk.__all__) == {
+        "top_k",
+        "TopK",
+        "sharded_top_k",
+        "FFI_TARGETS",
+        "__version__",
+    }
     assert jax_topk.TopK._fields == ("values", "indices")
 
 
