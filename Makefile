@@ -44,7 +44,7 @@ test: $(INSTALLED) $(COMPILE_ONLY)
 	@$(if $(COMPILE_ONLY),JAX_TOPK_REQUIRE_COMPILE_ONLY=1) $(BIN)/python -m pytest $(ARGS)
 
 # What graphs can break, in each of XLA's modes of recording them; -j4 runs all at once.
-GRAPH_TESTS := tests/test_row_state.py tests/test_geometry.py tests/test_transforms.py
+GRAPH_TESTS := $(patsubst %,tests/test_%.py,row_state geometry jit vmap ad control_flow)
 graphs-default: FLAGS :=
 graphs-every-call: FLAGS := --xla_gpu_graph_min_graph_size=1
 graphs-while: FLAGS := --xla_gpu_enable_command_buffer=+WHILE

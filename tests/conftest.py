@@ -5,6 +5,7 @@ import faulthandler
 import os
 
 import jax
+import numpy as np
 import pytest
 
 # Before any backend exists. The tests leave room for the processes that they start.
@@ -12,6 +13,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import implementations  # noqa: E402
+import inputs  # noqa: E402
 
 # A kernel that hangs ends the run with "Timeout" and a traceback that names the test.
 _GPU_TEST_SECONDS = 150
@@ -85,3 +87,17 @@ def devices(request):
     if len(found) < 2:
         pytest.skip("needs two GPUs, and there is one")
     return found[: len(found) // 2 * 2]
+
+
+# The problem that the tests of transforms share: few rows, with ties in each of them.
+
+
+@pytest.fixture
+def scores():
+    rng = inputs.generator("transforms")
+    return rng.integers(-40, 40, (3, 4, 300)).astype(np.float32)
+
+
+@pytest.fixture
+def lengths():
+    return np.array([[300, 5, 0, 100], [300, 300, -1, 20], [1, 2, 19, 21]], np.int32)

@@ -652,7 +652,7 @@ _mutation(
 
 # Python ------------------------------------------------------------------------------
 
-SHARDED = "test_transforms.py::test_sharded_rows_stay_where_they_are"
+SHARDED = "test_sharding.py::test_sharded_rows_stay_where_they_are"
 
 _mutation(
     "num_batch_dims_dropped",
@@ -683,8 +683,7 @@ _mutation(
     PRIMITIVE,
     "varying = frozenset().union(*(kind.varying for kind in kinds))",
     "varying = kinds[0].varying",
-    "test_transforms.py::"
-    "test_gradients_of_shared_scores_with_sharded_lengths_are_summed",
+    "test_sharding.py::test_gradients_of_shared_scores_with_sharded_lengths_are_summed",
     where="cpu",
 )
 _mutation(
@@ -692,7 +691,7 @@ _mutation(
     PRIMITIVE,
     "dvalues = jnp.where(indices < 0, 0, dvalues)",
     "pass",
-    "test_transforms.py::test_vjp_ignores_the_padding",
+    "test_ad.py::test_vjp_ignores_the_padding",
     where="cpu",
 )
 _mutation(
