@@ -115,8 +115,10 @@ def sharded_top_k(
     }
     if 0 in (k, *scores.shape):  # nothing to gather
         return TopK(*empty_top_k(scores, k=k, window=(), sorted=True))
-    answer: Any = _select(k, names, bool(sorted), scores, given)
-    return TopK(*answer)
+    values, indices = _select(k, names, bool(sorted), lax.stop_gradient(scores), given)
+    if jnp.issubdtype(scores.dtype, np.inexact):
+        values: Any = _differentiable(names, scores, values, indices)
+    return TopK(values, indices)
 
 
 def _checked_names(axis_name: Any) -> tuple[str, ...]:
@@ -141,7 +143,6 @@ def _checked_names(axis_name: Any) -> tuple[str, ...]:
     return names
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _select(
     k: int,
     names: tuple[str, ...],
@@ -195,22 +196,28 @@ def _select(
     return values, indices
 
 
-@_select.defjvp
-def _select_jvp(
-    k: int, names: tuple[str, ...], sorted: bool, primals: Any, tangents: Any
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiable(
+    names: tuple[str, ...], scores: jax.Array, values: jax.Array, indices: jax.Array
 ) -> Any:
-    answer: Any = _select(k, names, sorted, *primals)
-    values, indices = answer
+    """The values, which depend on the scores at the indices."""
+    del names, scores, indices
+    return values
+
+
+@_differentiable.defjvp
+def _jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+    *_, indices = primals
     dscores = tangents[0]
-    width = dscores.shape[-1]
     # Every tangent is with one device. The sum's transpose leaves all where it is.
+    width = dscores.shape[-1]
     places = indices - lax.axis_index(names) * width
     mine = (indices >= 0) & (places >= 0) & (places < width)
     places = jnp.clip(places, 0, width - 1)
     picked = jnp.take_along_axis(dscores, places, -1, mode="promise_in_bounds")
-    dvalues = lax.psum(jnp.where(mine, picked, 0), names)
-    no_derivative = np.zeros(indices.shape, jax.dtypes.float0)
-    return (values, indices), (dvalues, no_derivative)
+    # Called anew, so that the values have a second derivative too.
+    values = _differentiable(names, *primals)
+    return values, lax.psum(jnp.where(mine, picked, 0), names)
 
 
 def _window(

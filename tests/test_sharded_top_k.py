@@ -299,29 +299,30 @@ def test_vmap_folds_into_the_one_gather():
 def problem():
     """Scores, lengths, starts, weights of an answer, a tangent; 8 times 6 columns."""
     rng = inputs.generator("derivatives")
-    scores = rng.integers(-20, 20, (5, 48)).astype(np.float32)
-    lengths = np.array([48, 3, 0, 20, 9], np.int32)
-    starts = np.array([0, 4, 9, 11, 45], np.int32)
-    weights = rng.integers(1, 9, (5, 10)).astype(np.float32)
-    tangent = rng.integers(-9, 9, (5, 48)).astype(np.float32)
+    scores = rng.integers(-20, 20, (6, 48)).astype(np.float32)
+    lengths = np.array([48, 3, 0, 20, 9, 30], np.int32)
+    starts = np.array([0, 4, 9, 11, 45, -3], np.int32)
+    weights = rng.integers(1, 9, (6, 10)).astype(np.float32)
+    tangent = rng.integers(-9, 9, (6, 48)).astype(np.float32)
     return scores, lengths, starts, weights, tangent
 
 
 @pytest.mark.parametrize(
-    ("shape", "names", "check_vma", "windowed"),
+    ("shape", "names", "rows", "check_vma", "windowed"),
     [
-        ((2, 4), ("x", "y"), True, True),
-        ((2, 4), ("x", "y"), False, True),
-        ((8,), ("x",), True, False),
+        ((2, 4), ("x", "y"), None, True, True),
+        ((2, 4), ("x", "y"), None, False, True),
+        ((2, 4), ("y",), "x", True, True),
+        ((8,), ("x",), None, True, False),
     ],
 )
 def test_derivatives_are_those_of_one_device(
-    problem, shape, names, check_vma, windowed
+    problem, shape, names, rows, check_vma, windowed
 ):
     scores, lengths, starts, weights, tangent = problem
     lengths, starts = (lengths, starts) if windowed else (None, None)
-    mesh = meshes.mesh(jax.devices("cpu"), shape, names)
-    select = selection(mesh, names, 10, check_vma)
+    mesh = meshes.mesh(jax.devices("cpu"), shape, ("x", "y")[: len(shape)])
+    select = selection(mesh, names, 10, check_vma, rows)
 
     def sharded(x):
         return select(x, lengths, starts).values
@@ -385,7 +386,7 @@ def test_indices_have_no_derivative(problem):
     select = selection(meshes.mesh(jax.devices("cpu")), "x", 10)
     _, moved = jax.jvp(lambda x: select(x, None, None), (scores,), (tangent,))
     assert moved.indices.dtype == jax.dtypes.float0
-    assert moved.indices.shape == (5, 10)
+    assert moved.indices.shape == (6, 10)
 
 
 def test_scan_remat_and_no_jit(problem):
@@ -400,7 +401,7 @@ def test_scan_remat_and_no_jit(problem):
         return jax.lax.scan(step, 0, starts)[1]
 
     result = jax.jit(select)(scores, starts)
-    want = np.broadcast_to(scores, (5, 5, 48)), 10, None, starts[:, None]
+    want = np.broadcast_to(scores, (6, 6, 48)), 10, None, starts[:, None]
     oracle.check(jax.device_get(result), *want)
 
     plain = selection(mesh, "x", 10)
