@@ -3,13 +3,10 @@
 
 import re
 
-import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from jax import export
 
 import jax_topk
 from jax_topk import _ffi
@@ -146,59 +143,9 @@ def test_vmap_folds_into_the_one_call():
         assert "while" not in text
 
 
-def disabled_checks():
-    return [
-        export.DisabledSafetyCheck.custom_call(name) for name in jax_topk.FFI_TARGETS
-    ]
-
-
 def test_targets_are_published():
     assert jax_topk.FFI_TARGETS == (
         "jax_topk_cpu_v1",
         "jax_topk_row_v1",
         "jax_topk_split_v1",
     )
-
-
-@pytest.mark.parametrize("windowed", [False, True])
-def test_an_export_for_cpu_and_cuda_reloads_and_selects_on_cpu(windowed):
-    rng = inputs.generator("export")
-    scores = rng.standard_normal((4, 3000)).astype(np.float32)
-    lengths = np.array([3000, 5, 0, 1999], np.int32) if windowed else None
-
-    def select(scores, lengths):
-        return jax_topk.top_k(scores, 64, lengths=lengths)
-
-    exported = export.export(
-        jax.jit(select), platforms=("cpu", "cuda"), disabled_checks=disabled_checks()
-    )(scores, lengths)
-    text = exported.mlir_module()
-    assert "jax_topk_cpu_v1" in text
-    assert any(target in text for target in CUDA_TARGETS)
-    reloaded = export.deserialize(bytearray(exported.serialize()))
-    operands = jax.device_put((scores, lengths), jax.devices("cpu")[0])
-    result = jax.device_get(reloaded.call(*operands))
-    assert type(result) is jax_topk.TopK
-    oracle.check(result, scores, 64, lengths)
-
-
-def test_an_export_of_any_number_of_rows_reloads():
-    (rows,) = export.symbolic_shape("rows")
-    exported = export.export(
-        jax.jit(lambda x: tuple(jax_topk.top_k(x, 64))),
-        platforms=("cpu", "cuda"),
-        disabled_checks=disabled_checks(),
-    )(jax.ShapeDtypeStruct((rows, 2000), np.float32))
-    reloaded = export.deserialize(bytearray(exported.serialize()))
-    for count in (1, 7):
-        scores = inputs.generator(count).standard_normal((count, 2000))
-        scores = scores.astype(np.float32)
-        operand = jax.device_put(scores, jax.devices("cpu")[0])
-        oracle.check(jax.device_get(reloaded.call(operand)), scores, 64)
-
-
-def test_an_export_without_the_published_names_is_refused():
-    with pytest.raises(ValueError, match="jax_topk_cpu_v1"):
-        export.export(
-            jax.jit(lambda x: tuple(jax_topk.top_k(x, 64))), platforms=("cpu",)
-        )(jax.ShapeDtypeStruct((4, 300), np.float32))
