@@ -90,6 +90,7 @@ def test_lengths_alone_starts_alone_and_plain_numbers():
     names, n = ("x", "y"), 8 * 11
     scores = inputs.generator("alone").integers(-9, 9, (40, n)).astype(np.float32)
     lengths, starts = windows(n, 11, 40)
+    starts[:3] = INT32.min, INT32.min + 1, INT32.max
     for k in (5, 30):
         select = selection(mesh, names, k)
         oracle.check(select(scores, lengths, None), scores, k, lengths)

@@ -53,6 +53,7 @@ CPU = "ffi/cpu_top_k.cc"
 PRIMITIVE = "jax_topk/_primitive.py"
 REFERENCE = "jax_topk/_reference.py"
 TOP_K_PY = "jax_topk/_top_k.py"
+SHARDED_PY = "jax_topk/_sharded.py"
 PLAN_PY = "jax_topk/_plan.py"
 
 BENT = "test_geometry.py::test_every_distribution_is_exact_under_a_bent_geometry"
@@ -69,6 +70,7 @@ SHARED = "[split-(4,256,0,0,0)]"
 WORDS = "test_graphs.py::test_every_launch_leaves_arrival_words_of_zero"
 HELD = "test_graphs.py::test_a_workspace_that_holds_arrival_words_of_any_launch"
 EVENTS = "test_graphs.py::test_a_call_is_one_kernel_and_nothing_else"
+OVER_SHARDS = "test_sharded_top_k.py::test_windows_are_in_columns_of_the_whole_row"
 LARGE_OUTPUT = "test_big.py::test_more_than_2_to_31_answers"
 
 # Row state ---------------------------------------------------------------------------
@@ -723,6 +725,46 @@ _mutation(
     "np.array(np.iinfo(rank.dtype).max, rank.dtype))",
     "_to_rank(lax.full((), pad_value(scores.dtype), scores.dtype)) - 1)",
     PADDING + "[xla]",
+    where="cpu",
+)
+_mutation(
+    "padding_of_every_shard_behind_its_candidates",
+    SHARDED_PY,
+    "_rotated(packed, jnp.where(goes_on, padding, 0))",
+    "_rotated(packed, jnp.where(goes_on, 0 * padding, 0))",
+    OVER_SHARDS + "[True-x8]",
+    where="cpu",
+)
+_mutation(
+    "groups_of_shards_begin_at_column_0",
+    SHARDED_PY,
+    "lax.axis_index(names[:i]) * width if i else 0",
+    "0",
+    OVER_SHARDS + "[True-x2-y4]",
+    where="cpu",
+)
+_mutation(
+    "distance_of_a_start_before_a_shard_overflows",
+    SHARDED_PY,
+    "jnp.maximum(column, offset) - offset",
+    "jnp.maximum(column - offset, 0)",
+    "test_sharded_top_k.py::test_lengths_alone_starts_alone_and_plain_numbers",
+    where="cpu",
+)
+_mutation(
+    "candidates_of_a_shard_by_value",
+    SHARDED_PY,
+    "top_k(scores, min(k, width), **local, sorted=False)",
+    "top_k(scores, min(k, width), **local, sorted=True)",
+    "test_sharded_top_k.py::test_the_answer_is_that_of_one_device[cpu]",
+    where="cpu",
+)
+_mutation(
+    "second_derivative_over_shards_lost",
+    SHARDED_PY,
+    "values = _differentiable(names, *primals)",
+    "values = primals[1]",
+    "test_sharded_top_k.py::test_derivatives_are_those_of_one_device",
     where="cpu",
 )
 _mutation(
