@@ -118,9 +118,6 @@ def attempt(tool, sanitizer, options):
         )
         code = None
     seconds = time.monotonic() - begin
-    out = os.environ.get("OUT")
-    if out:
-        pathlib.Path(out, f"sanitize-{tool}.txt").write_text(output[-200_000:])
     cases = len(re.findall(r"^\d+: .*, right$", output, re.M))
     summary = re.findall(r"=* *(?:ERROR|RACECHECK) SUMMARY: .*", output)
     found = re.sub(r"^=* *", "", summary[-1]) if summary else "no summary"
