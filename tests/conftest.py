@@ -3,6 +3,9 @@
 
 import faulthandler
 import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -101,3 +104,23 @@ def scores():
 @pytest.fixture
 def lengths():
     return np.array([[300, 5, 0, 100], [300, 300, -1, 20], [1, 2, 19, 21]], np.int32)
+
+
+@pytest.fixture
+def python_under():
+    """Runs Python with XLA flags of its own, in this folder; returns what it prints."""
+
+    def run(flags, *arguments):
+        given = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "XLA_FLAGS": given},
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=140,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run

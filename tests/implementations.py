@@ -3,10 +3,12 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import numpy as np
 import oracle
+import pytest
 
 import jax_topk
 from jax_topk import _ffi, _top_k
@@ -31,6 +33,16 @@ class Implementation:
     @property
     def device(self):
         return jax.devices(self.platform)[0]
+
+    def skip_without_room(self, gibibytes):
+        """Skips the test unless so much memory is free where the scores will be."""
+        if self.platform == "cuda":
+            stats = self.device.memory_stats() or {}
+            free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if free < gibibytes << 30:
+            pytest.skip(f"needs {gibibytes} GiB of memory, {free >> 30} are free")
 
     def __str__(self):
         planned = "planned" if self.name is None else self.name

@@ -15,21 +15,14 @@ pytestmark = pytest.mark.gpu
 KERNELS = pytest.mark.parametrize("name", ["row", "split"])
 
 
-def skip_unless_there_is_room(gibibytes):
-    stats = jax.devices("cuda")[0].memory_stats() or {}
-    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    if free < gibibytes << 30:
-        pytest.skip(f"needs {gibibytes} GiB of memory, {free >> 30} are free")
-
-
 def test_more_than_2_to_31_answers():
     """Tiny rows whose answers, mostly padding, are what takes the room."""
     rows, n, k = (1 << 19) + 9, 3, 4096
-    skip_unless_there_is_room(30)
+    row = Implementation("row", "cuda")
+    row.skip_without_room(30)
     rng = inputs.generator("answers")
     scores = rng.integers(-9, 9, (rows, n)).astype(jnp.bfloat16)
     lengths = rng.integers(-1, n + 2, rows).astype(np.int32)
-    row = Implementation("row", "cuda")
     operands = jax.device_put((scores, lengths, None), row.device)
     result = row.jitted(k)(*operands)
     for part in (slice(0, 3), slice((1 << 18) - 2, (1 << 18) + 2), slice(-12, None)):
@@ -44,10 +37,10 @@ def test_more_than_2_to_31_bytes_of_workspace():
     n, k = 8200, 4096
     size = raw_calls.workspace_bytes(1, n, k, geometry)
     rows = (1 << 31) // size + 9
-    skip_unless_there_is_room(8)
+    bent = Implementation("split", "cuda", geometry)
+    bent.skip_without_room(8)
     rng = inputs.generator("workspace")
     few = rng.integers(-999, 999, (101, n)).astype(jnp.bfloat16)
-    bent = Implementation("split", "cuda", geometry)
     scores = jnp.tile(jax.device_put(few, bent.device), (rows // 101 + 1, 1))[:rows]
     result = bent.jitted(k, False)(scores, None, None)
     values, indices = oracle.top_k(few, k, sorted=False)

@@ -14,8 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from implementations import Implementation
-
-from jax_topk import _ffi
+from test_plan import plan
 
 N, K = 5003, 300
 # CTAs a row, capacity, samples, grid, CTAs an SM.
@@ -44,18 +43,7 @@ BENT = [
 
 @pytest.mark.parametrize(("name", "geometry"), GEOMETRIES)
 def test_the_planner_keeps_to_a_geometry_given_by_hand(name, geometry):
-    made = _ffi.plan(
-        rows=50,
-        n=N,
-        k=K,
-        dtype="float32",
-        platform="cuda",
-        compute_capability=90,
-        num_sms=132,
-        shared_memory_bytes=232448,
-        implementation=name,
-        geometry=geometry,
-    )
+    made = plan("H200", 50, N, K, implementation=name, geometry=geometry)
     ctas, capacity, samples, grid, _ = geometry
     assert made.ctas_per_row == max(ctas, 1)
     assert made.capacity == max(capacity, 512) if capacity else made.capacity > N

@@ -5,11 +5,8 @@ The workspace is a hidden result of the split kernel. Here the handler is called
 Python, so that it can be looked at, and laid over memory that held known bytes.
 """
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import inputs
 import jax
@@ -115,22 +112,11 @@ def test_the_handlers_neither_allocate_nor_synchronise():
 
 
 @pytest.mark.gpu
-def test_a_call_is_one_kernel_and_nothing_else():
+def test_a_call_is_one_kernel_and_nothing_else(python_under):
     """What a call puts on the stream is what XLA records into a graph."""
-    environment = dict(os.environ)
     # Without graphs the profiler sees each thing that is put on the stream.
-    flags = "--xla_gpu_enable_command_buffer="
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
-    program = pathlib.Path(__file__).with_name("profiled.py")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=140,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "one kernel a call" in done.stdout
+    printed = python_under("--xla_gpu_enable_command_buffer=", "profiled.py")
+    assert "one kernel a call" in printed
 
 
 GRAPHS = """
@@ -144,19 +130,7 @@ print(text)
 
 
 @pytest.mark.gpu
-def test_xla_puts_the_call_into_a_graph_and_adds_nothing():
-    environment = dict(os.environ)
-    flags = "--xla_gpu_graph_min_graph_size=1"
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
-    done = subprocess.run(
-        [sys.executable, "-c", GRAPHS],
-        env=environment,
-        cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=140,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    text = done.stdout
+def test_xla_puts_the_call_into_a_graph_and_adds_nothing(python_under):
+    text = python_under("--xla_gpu_graph_min_graph_size=1", "-c", GRAPHS)
     assert len(re.findall(r'custom_call_target="jax_topk_split_v1"', text)) == 1
     assert not re.findall(r"\b(?:fusion|copy|broadcast|memset)\(", text), text

@@ -6,10 +6,6 @@ that small rows are shared by several CTAs and thousands of calls take no time.
 """
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import inputs
 import jax
@@ -18,8 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from implementations import Implementation
-
-from jax_topk import _ffi
+from test_plan import plan
 
 INT_MIN = -(2**31)
 N, K = 1000, 48
@@ -37,18 +32,7 @@ EACH = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("bent", [SPLIT, OVERFLOWING], ids=str)
 def test_rows_of_these_tests_are_shared_by_several_ctas(bent):
-    made = _ffi.plan(
-        rows=8,
-        n=N,
-        k=K,
-        dtype="float32",
-        platform="cuda",
-        compute_capability=90,
-        num_sms=132,
-        shared_memory_bytes=232448,
-        implementation="split",
-        geometry=bent.geometry,
-    )
+    made = plan("H200", 8, N, K, implementation="split", geometry=bent.geometry)
     assert made.ctas_per_row == bent.geometry[0] and made.capacity < N
 
 
@@ -200,24 +184,11 @@ def test_a_loop_whose_trip_count_is_data(bent):
         oracle.check(got, np.roll(scores, turns, axis=0), K, sorted=False)
 
 
-REPLAY = pathlib.Path(__file__).with_name("replay.py")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "flags",
     ["--xla_gpu_graph_min_graph_size=1", "--xla_gpu_enable_command_buffer="],
     ids=["every-call-in-a-graph", "no-graphs"],
 )
-def test_replays_at_unchanged_addresses_see_the_new_contents(flags):
-    environment = dict(os.environ)
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
-    done = subprocess.run(
-        [sys.executable, str(REPLAY)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=140,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all calls right" in done.stdout
+def test_replays_at_unchanged_addresses_see_the_new_contents(python_under, flags):
+    assert "all calls right" in python_under(flags, "replay.py")

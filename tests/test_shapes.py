@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Widths, ks, row counts and leading axes at which indexing goes wrong."""
 
-import os
-
 import inputs
 import jax
 import jax.numpy as jnp
@@ -158,20 +156,10 @@ LARGE = [
 ]
 
 
-def skip_unless_there_is_room(implementation, gibibytes=12):
-    if implementation.platform == "cuda":
-        stats = implementation.device.memory_stats() or {}
-        free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if free < gibibytes << 30:
-        pytest.skip(f"needs {gibibytes} GiB of memory, {free >> 30} are free")
-
-
 @pytest.mark.parametrize("implementation", LARGE, ids=str)
 def test_more_than_2_to_31_scores(implementation):
     rows, n, k = 33_001, 65_537, 64
-    skip_unless_there_is_room(implementation)
+    implementation.skip_without_room(12)
 
     @jax.jit
     def scores_of(first):  # a hash of row and column, the same for any part
@@ -195,7 +183,7 @@ def test_more_than_2_to_31_scores(implementation):
 @pytest.mark.parametrize("implementation", LARGE, ids=str)
 def test_the_widest_row_there_is(implementation):
     n, k = 2**31 - 1, 64
-    skip_unless_there_is_room(implementation)
+    implementation.skip_without_room(12)
     # A few winners on zeros: the rest of the answer is the first columns.
     columns = np.array([5, 2**30, 2**30 + 1, 2**31 - 70, 2**31 - 3, n - 1])
     winners = np.array([1, 3, 2, 3, 7, 5], np.float32)
