@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before jax is imported
 import re
 
 import jax
+import meshes
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -62,7 +63,6 @@ device_description_str: "{name}"
 # Rows, columns, k: what is short, long, wide and of the largest k.
 PROBLEMS = [(1, 1000, 5), (1, 131_072, 2048), (8, 400_009, 512), (512, 131_072, 2048)]
 PROBLEMS += [(1, 2_000_000, 4096), (70_000, 300, 64)]
-COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
 def topology(name, shape="1x1x1"):
@@ -131,7 +131,7 @@ def check_sharded(name):
     """Rows over four GPUs: one call each, and nothing between them."""
     text = compiled(topology(name, "1x1x4").devices, 32, 131_072, 2048, np.float32)
     text = text.as_text()
-    found = re.findall(COLLECTIVES, text)
+    found = re.findall(meshes.COLLECTIVES, text)
     if found or "f32[8,131072]" not in text:
         raise AssertionError(f"{name}, four of them: {found}")
 

@@ -8,10 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-_COLLECTIVE = re.compile(
-    r"= (\S.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    r"|collective-broadcast|ragged-all-to-all|send|recv)(?:-start)?\("
+# XLA's names of the ops that move data between devices, as a pattern.
+COLLECTIVES = (
+    "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    "|collective-broadcast|ragged-all-to-all|send|recv"
 )
+_COLLECTIVE = re.compile(rf"= (\S.*?) ({COLLECTIVES})(?:-start)?\(")
 
 
 def mesh(devices, shape=None, names=("x",), axis_type=AxisType.Auto):
