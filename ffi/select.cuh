@@ -310,11 +310,10 @@ __device__ uint64_t SelectThreshold(const Cta& cta, const Entries& entries,
 }
 
 // Calls write(position, composite) for the entries that reach `threshold`, in the order
-// of the entries. `write` may overwrite entries up to the one it is called for. Returns
-// their number.
+// of the entries. `write` may overwrite entries up to the one it is called for.
 template <typename Entries, typename Write>
-__device__ uint32_t Compact(const Cta& cta, const Entries& entries, uint64_t threshold,
-                            Write&& write) {
+__device__ void Compact(const Cta& cta, const Entries& entries, uint64_t threshold,
+                        Write&& write) {
   constexpr int kBatch = 4;  // neighbours of 32 entries
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t warp = threadIdx.x / 32;
@@ -348,7 +347,6 @@ __device__ uint32_t Compact(const Cta& cta, const Entries& entries, uint64_t thr
     count += all;
   }
   __syncthreads();
-  return count;
 }
 
 // Every column of a chunk that fits, into the list; notes the extremes.
