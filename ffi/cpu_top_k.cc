@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU implementation: the FFI handler of target jax_topk_cpu_v1 and all it needs.
+// The CPU implementation: the FFI handlers of targets jax_topk_cpu_v1 and
+// jax_topk_paged_cpu_v1, and all they need.
 //
 // A row is answered in four phases. In the common case they read it once; they are
 // exact whatever the sample says.
@@ -391,7 +392,7 @@ void Finish(const TopKParams& params, int64_t row, Scratch& scratch) {
   int32_t* indices = params.indices + row * k;
   for (int64_t i = 0; i < list.size; ++i) {
     values[i] = ScoreBits<Bits>(CompositeKey(list.items[i]));
-    indices[i] = static_cast<int32_t>(CompositeColumn(list.items[i]));
+    indices[i] = RowIndex(params, row, CompositeColumn(list.items[i]));
   }
   std::fill(values + list.size, values + k, static_cast<Bits>(PadBits(params.type)));
   std::fill(indices + list.size, indices + k, -1);
@@ -548,11 +549,7 @@ bool Select(const TopKParams& params, ffi::ThreadPool& pool) {
 
 // --- The handler ---------------------------------------------------------------------
 
-ffi::Error CpuTopK(ffi::ThreadPool pool, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets, int64_t k, bool has_lengths,
-                   bool has_starts, bool sorted) {
-  const ffi::ErrorOr<Operands> operands = DecodeOperands(
-      args, rets, k, has_lengths, has_starts, sorted, /*has_workspace=*/false);
+ffi::Error Answer(ffi::ThreadPool& pool, const ffi::ErrorOr<Operands>& operands) {
   if (!operands) return operands.error();
   const TopKParams& params = operands->params;
   if (params.rows == 0) return ffi::Error::Success();
@@ -570,15 +567,40 @@ ffi::Error CpuTopK(ffi::ThreadPool pool, ffi::RemainingArgs args,
           " columns and k = " + std::to_string(params.k) + ", got std::bad_alloc");
 }
 
+ffi::Error CpuTopK(ffi::ThreadPool pool, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, int64_t k, bool has_lengths,
+                   bool has_starts, bool sorted) {
+  return Answer(pool, DecodeOperands(args, rets, k, has_lengths, has_starts, sorted,
+                                     /*has_workspace=*/false));
+}
+
+ffi::Error PagedCpuTopK(ffi::ThreadPool pool, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets, int64_t k, bool has_lengths,
+                        bool has_starts, bool sorted, int64_t page_size,
+                        int64_t page_stride) {
+  return Answer(pool,
+                DecodeOperands(args, rets, k, has_lengths, has_starts, sorted,
+                               /*has_workspace=*/false, {page_size, page_stride}));
+}
+
+auto Binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("k")
+      .Attr<bool>("has_lengths")
+      .Attr<bool>("has_starts")
+      .Attr<bool>("sorted");
+}
+
+auto PagedBinding() {
+  return Binding().Attr<int64_t>("page_size").Attr<int64_t>("page_stride");
+}
+
 }  // namespace
 }  // namespace jax_topk
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKCpu, jax_topk::CpuTopK,
-                              ::xla::ffi::Ffi::Bind()
-                                  .Ctx<::xla::ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("k")
-                                  .Attr<bool>("has_lengths")
-                                  .Attr<bool>("has_starts")
-                                  .Attr<bool>("sorted"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKCpu, jax_topk::CpuTopK, jax_topk::Binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKPagedCpu, jax_topk::PagedCpuTopK,
+                              jax_topk::PagedBinding());

@@ -79,10 +79,10 @@ uint64_t NextTag() {
 ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
                     ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t k,
                     bool has_lengths, bool has_starts, bool sorted,
-                    ffi::Span<const int64_t> by_hand) {
+                    ffi::Span<const int64_t> by_hand, Paging paging = {}) {
   const bool split = implementation == Implementation::kSplit;
   const auto operands =
-      DecodeOperands(args, rets, k, has_lengths, has_starts, sorted, split);
+      DecodeOperands(args, rets, k, has_lengths, has_starts, sorted, split, paging);
   if (!operands) return operands.error();
   const TopKParams& params = operands->params;
   if (by_hand.size() != kGeometryFields) {
@@ -130,6 +130,15 @@ ffi::Error SplitTopK(cudaStream_t stream, ffi::RemainingArgs args,
                   has_starts, sorted, geometry);
 }
 
+template <Implementation kImplementation>
+ffi::Error PagedTopK(cudaStream_t stream, ffi::RemainingArgs args,
+                     ffi::RemainingRets rets, int64_t k, bool has_lengths,
+                     bool has_starts, bool sorted, ffi::Span<const int64_t> geometry,
+                     int64_t page_size, int64_t page_stride) {
+  return Dispatch(kImplementation, stream, args, rets, k, has_lengths, has_starts,
+                  sorted, geometry, {page_size, page_stride});
+}
+
 auto Binding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -142,10 +151,22 @@ auto Binding() {
       .Attr<ffi::Span<const int64_t>>("geometry");
 }
 
+auto PagedBinding() {
+  return Binding().Attr<int64_t>("page_size").Attr<int64_t>("page_stride");
+}
+
 }  // namespace
 }  // namespace jax_topk
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKRow, jax_topk::RowTopK, jax_topk::Binding(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKSplit, jax_topk::SplitTopK, jax_topk::Binding(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKPagedRow,
+                              jax_topk::PagedTopK<jax_topk::Implementation::kRow>,
+                              jax_topk::PagedBinding(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKPagedSplit,
+                              jax_topk::PagedTopK<jax_topk::Implementation::kSplit>,
+                              jax_topk::PagedBinding(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -21,9 +21,12 @@
 namespace nb = nanobind;
 
 extern "C" XLA_FFI_Error* JaxTopKCpu(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* JaxTopKPagedCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_TOPK_CUDA
 extern "C" XLA_FFI_Error* JaxTopKRow(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* JaxTopKSplit(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* JaxTopKPagedRow(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* JaxTopKPagedSplit(XLA_FFI_CallFrame* call_frame);
 #endif
 
 namespace jax_topk {
@@ -40,12 +43,15 @@ nb::capsule Capsule(Handler* handler) {
 nb::dict Registrations() {
   nb::dict cpu;
   cpu["jax_topk_cpu_v1"] = Capsule(JaxTopKCpu);
+  cpu["jax_topk_paged_cpu_v1"] = Capsule(JaxTopKPagedCpu);
   nb::dict platforms;
   platforms["cpu"] = cpu;
 #ifdef JAX_TOPK_CUDA
   nb::dict cuda;
   cuda["jax_topk_row_v1"] = Capsule(JaxTopKRow);
   cuda["jax_topk_split_v1"] = Capsule(JaxTopKSplit);
+  cuda["jax_topk_paged_row_v1"] = Capsule(JaxTopKPagedRow);
+  cuda["jax_topk_paged_split_v1"] = Capsule(JaxTopKPagedSplit);
   platforms["CUDA"] = cuda;
 #endif
   return platforms;

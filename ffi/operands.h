@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -17,6 +18,12 @@ struct Operands {
   TopKParams params;
   void* workspace = nullptr;  // [rows, workspace_bytes_per_row]
   int64_t workspace_bytes_per_row = 0;
+};
+
+// The attributes of a call whose last operand is a page table, as in TopKParams.
+struct Paging {
+  int64_t page_size = 0;  // 0: no table
+  int64_t page_stride = 0;
 };
 
 namespace operands_internal {
@@ -54,13 +61,16 @@ inline ffi::Error CheckBuffer(const char* name, const ffi::AnyBuffer& buffer,
 
 }  // namespace operands_internal
 
-// Decodes scores[..., n], then lengths[..., 1] and starts[..., 1] as flagged; results
-// values[..., k], indices[..., k] and, if `has_workspace`, u8[..., bytes].
+// Decodes scores[..., n], then lengths[..., 1] and starts[..., 1] as flagged, then, if
+// it is a paged call, page_table[..., pages], whose leading dimensions are the first of
+// the scores'; results values[..., k], indices[..., k] and, if `has_workspace`,
+// u8[..., bytes].
 inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
                                                   xla::ffi::RemainingRets rets,
                                                   int64_t k, bool has_lengths,
                                                   bool has_starts, bool sorted,
-                                                  bool has_workspace) {
+                                                  bool has_workspace,
+                                                  Paging paging = {}) {
   namespace ffi = ::xla::ffi;
   using operands_internal::CheckBuffer;
   using Unexpected = ffi::Unexpected<ffi::Error>;
@@ -68,7 +78,8 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
     return Unexpected(ffi::Error::InvalidArgument("jax_topk: " + message));
   };
 
-  const size_t num_args = 1 + has_lengths + has_starts;
+  const bool paged = paging.page_size != 0;
+  const size_t num_args = 1 + has_lengths + has_starts + paged;
   const size_t num_rets = 2 + has_workspace;
   if (args.size() != num_args || rets.size() != num_rets) {
     return invalid("expected " + std::to_string(num_args) + " operands and " +
@@ -127,6 +138,42 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
   }
   if (auto e = per_row("starts", has_starts, &params.starts); e.failure()) {
     return Unexpected(e);
+  }
+
+  if (paged) {
+    const auto table = args.get<ffi::AnyBuffer>(next++);
+    if (!table) return Unexpected(table.error());
+    const ffi::AnyBuffer::Dimensions shape = table->dimensions();
+    bool good = table->element_type() == ffi::DataType::S32 && shape.size() > 0 &&
+                shape.size() <= dims.size();
+    for (size_t i = 0; good && i + 1 < shape.size(); ++i) good = shape[i] == dims[i];
+    if (!good) {
+      return invalid(
+          "expected page_table of dtype int32 and the first of the leading dimensions "
+          "of the scores, got " +
+          operands_internal::Text(*table) + " for scores of " +
+          operands_internal::Text(*scores));
+    }
+    for (int64_t number : {paging.page_size, paging.page_stride}) {
+      if (number < 1 || number > kMaxColumns) {
+        return invalid("expected page_size and page_stride from 1 to " +
+                       std::to_string(kMaxColumns) + ", got " + std::to_string(number));
+      }
+    }
+    constexpr int64_t kMaxRows = 4294967295;  // kernels divide in 32 bits
+    if (params.rows > kMaxRows) {
+      return invalid("expected at most " + std::to_string(kMaxRows) +
+                     " rows with a page table, got " + std::to_string(params.rows));
+    }
+    params.page_table = static_cast<const int32_t*>(table->untyped_data());
+    params.pages = shape[shape.size() - 1];
+    params.rows_per_table = 1;
+    for (size_t i = shape.size() - 1; i + 1 < dims.size(); ++i) {
+      params.rows_per_table *= static_cast<uint32_t>(dims[i]);
+    }
+    params.page_size = static_cast<uint32_t>(paging.page_size);
+    params.page_stride = static_cast<uint32_t>(paging.page_stride);
+    params.unpaged = params.n - std::min(params.n, params.pages * paging.page_size);
   }
 
   auto values = rets.get<ffi::AnyBuffer>(0);

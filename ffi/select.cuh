@@ -844,14 +844,18 @@ template <typename Bits>
 struct RowOutput {
   Bits* values;      // [k]
   int32_t* indices;  // [k]
+  const TopKParams& params;
+  int64_t row;
 
   __device__ RowOutput(const TopKParams& params, int64_t row)
       : values(static_cast<Bits*>(params.values) + row * params.k),
-        indices(params.indices + row * params.k) {}
+        indices(params.indices + row * params.k),
+        params(params),
+        row(row) {}
 
   __device__ void operator()(uint32_t slot, uint64_t composite) const {
     values[slot] = ScoreBits<Bits>(CompositeKey(composite));
-    indices[slot] = static_cast<int32_t>(CompositeColumn(composite));
+    indices[slot] = RowIndex(params, row, CompositeColumn(composite));
   }
 };
 

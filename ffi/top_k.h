@@ -28,6 +28,16 @@ struct TopKParams {
   int64_t k;
   ScoreType type;
   bool sorted;  // by value; otherwise by ascending index
+
+  // Null: indices are columns. Otherwise rows [i * rows_per_table, (i + 1) *
+  // rows_per_table) share table i of [tables, pages], and column c becomes the slot
+  // table[c / page_size] * page_stride + c % page_size. Rows are below 2^32 then.
+  const int32_t* page_table;
+  int64_t pages;
+  uint32_t rows_per_table;
+  uint32_t page_size;
+  uint32_t page_stride;  // page_size, or 1 if the table holds slots, not pages
+  int64_t unpaged;       // the last columns of each row, which no page holds
 };
 
 // The columns [start, stop) that a row offers, within [0, n].
@@ -38,20 +48,34 @@ struct Window {
 
 // Lengths and starts are data and hold anything (padding rows of a sharded batch hold
 // garbage): as signed 64-bit numbers the window is [start, start + length) cut with
-// [0, n], and a negative length is an empty row.
+// [0, n], and a negative length is an empty row. A column that no page holds is outside
+// every window, so that nobody reads past a page table.
 JAX_TOPK_HOST_DEVICE Window RowWindow(const TopKParams& params, int64_t row) {
   const auto clamp = [](int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
   };
   const int64_t start = params.starts == nullptr ? 0 : params.starts[row];
+  const int64_t end = params.n - params.unpaged;
   Window window;
-  window.start = clamp(start, 0, params.n);
-  window.stop = params.n;
+  window.start = clamp(start, 0, end);
+  window.stop = end;
   if (params.lengths != nullptr) {
     const int64_t length = params.lengths[row];
-    window.stop = clamp(start + (length > 0 ? length : 0), window.start, params.n);
+    window.stop = clamp(start + (length > 0 ? length : 0), window.start, end);
   }
   return window;
+}
+
+// What a row answers for a column: the column, or its slot in paged memory. A page is
+// data and holds anything: the slot wraps around, as int32 does in XLA.
+JAX_TOPK_HOST_DEVICE int32_t RowIndex(const TopKParams& params, int64_t row,
+                                      uint32_t column) {
+  if (params.page_table == nullptr) return static_cast<int32_t>(column);
+  const int64_t table = static_cast<uint32_t>(row) / params.rows_per_table;
+  const uint32_t page = column / params.page_size;
+  const int32_t entry = params.page_table[table * params.pages + page];
+  return static_cast<int32_t>(static_cast<uint32_t>(entry) * params.page_stride +
+                              (column - page * params.page_size));
 }
 
 // -inf, which fills the slots beyond a short window.
