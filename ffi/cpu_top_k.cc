@@ -578,9 +578,9 @@ ffi::Error PagedCpuTopK(ffi::ThreadPool pool, ffi::RemainingArgs args,
                         ffi::RemainingRets rets, int64_t k, bool has_lengths,
                         bool has_starts, bool sorted, int64_t page_size,
                         int64_t page_stride) {
-  return Answer(pool,
-                DecodeOperands(args, rets, k, has_lengths, has_starts, sorted,
-                               /*has_workspace=*/false, {page_size, page_stride}));
+  const Paging paging = {page_size, page_stride};
+  return Answer(pool, DecodeOperands(args, rets, k, has_lengths, has_starts, sorted,
+                                     /*has_workspace=*/false, &paging));
 }
 
 auto Binding() {

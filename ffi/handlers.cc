@@ -79,7 +79,7 @@ uint64_t NextTag() {
 ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
                     ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t k,
                     bool has_lengths, bool has_starts, bool sorted,
-                    ffi::Span<const int64_t> by_hand, Paging paging = {}) {
+                    ffi::Span<const int64_t> by_hand, const Paging* paging = nullptr) {
   const bool split = implementation == Implementation::kSplit;
   const auto operands =
       DecodeOperands(args, rets, k, has_lengths, has_starts, sorted, split, paging);
@@ -135,8 +135,9 @@ ffi::Error PagedTopK(cudaStream_t stream, ffi::RemainingArgs args,
                      ffi::RemainingRets rets, int64_t k, bool has_lengths,
                      bool has_starts, bool sorted, ffi::Span<const int64_t> geometry,
                      int64_t page_size, int64_t page_stride) {
+  const Paging paging = {page_size, page_stride};
   return Dispatch(kImplementation, stream, args, rets, k, has_lengths, has_starts,
-                  sorted, geometry, {page_size, page_stride});
+                  sorted, geometry, &paging);
 }
 
 auto Binding() {

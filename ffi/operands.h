@@ -22,8 +22,8 @@ struct Operands {
 
 // The attributes of a call whose last operand is a page table, as in TopKParams.
 struct Paging {
-  int64_t page_size = 0;  // 0: no table
-  int64_t page_stride = 0;
+  int64_t page_size;
+  int64_t page_stride;
 };
 
 namespace operands_internal {
@@ -70,7 +70,7 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
                                                   int64_t k, bool has_lengths,
                                                   bool has_starts, bool sorted,
                                                   bool has_workspace,
-                                                  Paging paging = {}) {
+                                                  const Paging* paging = nullptr) {
   namespace ffi = ::xla::ffi;
   using operands_internal::CheckBuffer;
   using Unexpected = ffi::Unexpected<ffi::Error>;
@@ -78,8 +78,7 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
     return Unexpected(ffi::Error::InvalidArgument("jax_topk: " + message));
   };
 
-  const bool paged = paging.page_size != 0;
-  const size_t num_args = 1 + has_lengths + has_starts + paged;
+  const size_t num_args = 1 + has_lengths + has_starts + (paging != nullptr);
   const size_t num_rets = 2 + has_workspace;
   if (args.size() != num_args || rets.size() != num_rets) {
     return invalid("expected " + std::to_string(num_args) + " operands and " +
@@ -140,7 +139,7 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
     return Unexpected(e);
   }
 
-  if (paged) {
+  if (paging != nullptr) {
     const auto table = args.get<ffi::AnyBuffer>(next++);
     if (!table) return Unexpected(table.error());
     const ffi::AnyBuffer::Dimensions shape = table->dimensions();
@@ -154,7 +153,7 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
           operands_internal::Text(*table) + " for scores of " +
           operands_internal::Text(*scores));
     }
-    for (int64_t number : {paging.page_size, paging.page_stride}) {
+    for (int64_t number : {paging->page_size, paging->page_stride}) {
       if (number < 1 || number > kMaxColumns) {
         return invalid("expected page_size and page_stride from 1 to " +
                        std::to_string(kMaxColumns) + ", got " + std::to_string(number));
@@ -171,9 +170,9 @@ inline xla::ffi::ErrorOr<Operands> DecodeOperands(xla::ffi::RemainingArgs args,
     for (size_t i = shape.size() - 1; i + 1 < dims.size(); ++i) {
       params.rows_per_table *= static_cast<uint32_t>(dims[i]);
     }
-    params.page_size = static_cast<uint32_t>(paging.page_size);
-    params.page_stride = static_cast<uint32_t>(paging.page_stride);
-    params.unpaged = params.n - std::min(params.n, params.pages * paging.page_size);
+    params.page_size = static_cast<uint32_t>(paging->page_size);
+    params.page_stride = static_cast<uint32_t>(paging->page_stride);
+    params.unpaged = params.n - std::min(params.n, params.pages * paging->page_size);
   }
 
   auto values = rets.get<ffi::AnyBuffer>(0);

@@ -29,6 +29,11 @@ TARGETS = {
     "row": "jax_topk_row_v1",
     "split": "jax_topk_split_v1",
 }
+# Those that answer slots of paged memory: an operand and two attributes more.
+PAGED_TARGETS = {
+    name: target.replace("jax_topk_", "jax_topk_paged_")
+    for name, target in TARGETS.items()
+}
 
 
 def _registrations() -> dict[str, dict[str, Any]]:
@@ -38,7 +43,10 @@ def _registrations() -> dict[str, dict[str, Any]]:
     if not lacks:
         found = _ffi.registrations()
         names = {name for targets in found.values() for name in targets}
-        wanted = set(TARGETS.values()) if "CUDA" in found else {TARGETS["cpu"]}
+        here = TARGETS if "CUDA" in found else ("cpu",)
+        wanted = {
+            targets[name] for targets in (TARGETS, PAGED_TARGETS) for name in here
+        }
         lacks = sorted(wanted - names)
         if not lacks:
             return found

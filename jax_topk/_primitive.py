@@ -23,26 +23,41 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_topk import _plan
-from jax_topk._reference import empty_top_k, top_k_reference
+from jax_topk._reference import empty_top_k, slots_of, spread, top_k_reference
 
-FFI_TARGETS: tuple[str, ...] = tuple(_plan.TARGETS.values())
+FFI_TARGETS: tuple[str, ...] = (
+    *_plan.TARGETS.values(),
+    *_plan.PAGED_TARGETS.values(),
+)
 # The operands that may follow the scores, in this order.
 WINDOW = ("lengths", "starts")
 
 # Operands: scores (..., n), then those of lengths (...) and starts (...), both int32,
 # that the parameter `window` names. Results: values (..., k) and indices (..., k).
+#
+# If the parameter `paging` is (page_size, page_stride) instead of None, an int32 page
+# table (..., pages) follows, whose leading axes are the first of the scores', and index
+# i of a row is the slot table[i // page_size] * page_stride + i % page_size.
 top_k_p = Primitive("top_k")
 top_k_p.multiple_results = True
 
 
-def bind_top_k(scores: jax.Array, *rows: jax.Array, **params: Any) -> list[jax.Array]:
+def bind_top_k(scores: jax.Array, *others: jax.Array, **params: Any) -> list[jax.Array]:
     """Binds the primitive; under an explicit mesh, rows follow the scores' sharding."""
     spec = _spec(scores)
     if spec[-1] is not None:
         # Raises jax's own error, with jax's own words for the sharding.
         jax.eval_shape(lambda x: lax.top_k(x, 0), scores)
-    rows = tuple(_reshard(row, P(*spec[:-1]), scores) for row in rows)
-    return top_k_p.bind(scores, *rows, **params)
+    rows, tables = _split(others, params["paging"] is not None)
+    rows = [_reshard(row, P(*spec[:-1]), scores) for row in rows]
+    if any(spec):
+        tables = [_reshard(spread(x, scores), P(*spec), scores) for x in tables]
+    return top_k_p.bind(scores, *rows, *tables, **params)
+
+
+def _split(others: Any, paged: bool) -> tuple[Any, Any]:
+    """What follows the scores: numbers of each row, and the page table, if any."""
+    return others[: len(others) - paged], others[len(others) - paged :]
 
 
 def _spec(x: jax.Array) -> tuple[Any, ...]:
@@ -61,7 +76,7 @@ def _reshard(x: jax.Array, spec: P, like: jax.Array) -> jax.Array:
 
 # Evaluation --------------------------------------------------------------------------
 
-_STATIC = ("k", "window", "sorted", "implementation", "geometry")
+_STATIC = ("k", "window", "paging", "sorted", "implementation", "geometry")
 _jitted = jax.jit(top_k_p.bind, static_argnames=_STATIC)
 
 
@@ -102,27 +117,38 @@ def _batch(axis: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, Any
     if all(dim is None for dim in dims):
         return top_k_p.bind(*operands, **params), (None, None)
     lead = axis.explicit_mesh_axis
-    scores, *rows = (
+    scores, *others = (
         batching.bdim_at_front(x, dim, axis.size, lead)
         for x, dim in zip(operands, dims, strict=True)
     )
     if lead is not None:  # which broadcasting a constant has lost
         scores = _reshard(scores, P(lead, *_spec(scores)[1:]), scores)
-    return bind_top_k(scores, *rows, **params), (0, 0)
+    return bind_top_k(scores, *others, **params), (0, 0)
 
 
 batching.fancy_primitive_batchers[top_k_p] = _batch
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    values, indices = out = top_k_p.bind(*primals, **params)
+    dscores, paging = tangents[0], params["paging"]
+    moves = type(dscores) is not ad.Zero
+    if moves and paging is not None:
+        # Tangents belong to columns. The table that maps a column to itself gives those
+        # that the one at hand gives slots for, and XLA makes the slots of them.
+        scores, *rows, table = primals
+        params = {**params, "paging": (paging[0], paging[0])}
+        itself = lax.iota(np.int32, table.shape[-1])
+        values, columns = bind_top_k(scores, *rows, itself, **params)
+        out = [values, slots_of(columns, table, paging)]
+    else:
+        out = values, columns = top_k_p.bind(*primals, **params)
     dvalues, dindices = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
-    dscores = tangents[0]
-    if type(dscores) is not ad.Zero and values.size and dscores.shape[-1] != 0:
-        columns = jnp.maximum(indices, 0) if params["window"] else indices
-        dvalues = jnp.take_along_axis(dscores, columns, -1, mode="promise_in_bounds")
-        if params["window"]:
-            dvalues = jnp.where(indices < 0, 0, dvalues)
+    if moves and values.size and dscores.shape[-1] != 0:
+        padded = params["window"] or paging is not None
+        places = jnp.maximum(columns, 0) if padded else columns
+        dvalues = jnp.take_along_axis(dscores, places, -1, mode="promise_in_bounds")
+        if padded:
+            dvalues = jnp.where(columns < 0, 0, dvalues)
     return out, [dvalues, dindices]
 
 
@@ -142,7 +168,7 @@ def _lower(
 ) -> Any:
     scores, k = ctx.avals_in[0], params["k"]
     if k == 0 or 0 in scores.shape:
-        return _lower_jax(empty_top_k, ctx, *operands, **params)
+        return _lower_jax(empty_top_k, ctx, *operands, k=k)
     where = platform or str((ctx.platforms or ctx.module_context.platforms)[0])
     # With jax.export, or lowering_platforms, the backend is the host's: its devices say
     # nothing of where the program will run.
@@ -170,7 +196,12 @@ def _lower(
     attributes |= {"k": np.int64(k), "sorted": params["sorted"]}
     if where == "cuda":
         attributes["geometry"] = np.asarray(geometry or (0,) * 5, np.int64)
-    target = _plan.TARGETS[choice.implementation]
+    targets = _plan.TARGETS
+    if params["paging"] is not None:
+        targets = _plan.PAGED_TARGETS
+        page_size, page_stride = map(np.int64, params["paging"])
+        attributes |= {"page_size": page_size, "page_stride": page_stride}
+    target = targets[choice.implementation]
     workspace = choice.plan.workspace_bytes_per_row
     return _custom_call(target, ctx, operands, workspace, attributes)
 
@@ -195,39 +226,67 @@ def _custom_call(
 
     The attributes are made from global shapes, so no number of rows may be in them.
     """
-    scores, *rows = ctx.avals_in
+    scores, *others = ctx.avals_in
     batch = scores.shape[:-1]
+    paged = "page_size" in attributes
+    rows, tables = _split(others, paged)
     # With no axis of its own an operand would pass for a replicated one in XLA's batch
-    # partitioner: (..., 1) instead of (...). A workspace of one axis would be split up.
-    columns = [row.update(shape=(*batch, 1)) for row in rows]
-    expand = mlir.lower_fun(lambda *xs: [x[..., None] for x in xs])
-    expanded = expand(ctx.replace(avals_in=rows, avals_out=columns), *operands[1:])
+    # partitioner: (..., 1) instead of (...). So would a page table of fewer axes, which
+    # rows share only where nothing is partitioned. A workspace of one axis would be
+    # split up.
+    shared = not _may_be_partitioned(ctx)
+
+    def expand(scores: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        rows, tables = _split(others, paged)
+        tables = [table if shared else spread(table, scores) for table in tables]
+        return [*(row[..., None] for row in rows), *tables]
+
+    expanded = [row.update(shape=(*batch, 1)) for row in rows]
+    expanded += [
+        table if shared else table.update(shape=(*batch, table.shape[-1]))
+        for table in tables
+    ]
+    lower = mlir.lower_fun(expand)
+    operands = [operands[0], *lower(ctx.replace(avals_out=expanded), *operands)]
     results = list(ctx.avals_out)
     if workspace_bytes_per_row:
         shape = (*batch, workspace_bytes_per_row)
         results.append(scores.update(shape=shape, dtype=np.dtype(np.uint8)))
-    ctx = ctx.replace(avals_in=[scores, *columns], avals_out=results)
+    ctx = ctx.replace(avals_in=[scores, *expanded], avals_out=results)
 
     # All three of num_batch_dims, the sharding rule, and the registration of the target
     # as batch partitionable are needed to leave sharded rows where they are.
     num_batch_dims = mlir.ir_attribute({"num_batch_dims": str(len(batch))})
     annotations = {"mhlo.frontend_attributes": num_batch_dims}
     if all(isinstance(size, int) for size in scores.shape):  # a rule has static sizes
-        widths = [aval.shape[-1] for aval in (*ctx.avals_in, *results)]
-        rule = _sharding_rule(batch, widths, len(ctx.avals_in))
+        rule = _sharding_rule(batch, (*ctx.avals_in, *results), len(ctx.avals_in))
         annotations["sdy.sharding_rule"] = rule
     lower = jax.ffi.ffi_lowering(target, extra_attributes=annotations)
-    return lower(ctx, operands[0], *expanded, **attributes)[:2]
+    return lower(ctx, *operands, **attributes)[:2]
 
 
-def _sharding_rule(batch: Any, widths: list[int], num_operands: int) -> Any:
+def _may_be_partitioned(ctx: Any) -> bool:
+    """Whether XLA may give the handler a part of the leading axes."""
+    if ctx.module_context.lowering_parameters.for_export:
+        return True  # exported for one device, a program may yet run on many
+    context = ctx.module_context.axis_context
+    if hasattr(context, "num_devices"):
+        return context.num_devices > 1
+    return context.manual_axes != frozenset(context.mesh.axis_names)
+
+
+def _sharding_rule(batch: Any, avals: Any, num_operands: int) -> Any:
     # Leading axes map through; the last axis of each array is its own and kept whole.
+    widths = [aval.shape[-1] for aval in avals]
     factors = [
         sdy.DimMappingAttr.get(factor_indices=[i])
         for i in range(len(batch) + len(widths))
     ]
     lead, own = factors[: len(batch)], factors[len(batch) :]
-    arrays = [sdy.TensorMappingAttr.get(dim_mappings=[*lead, last]) for last in own]
+    arrays = [
+        sdy.TensorMappingAttr.get(dim_mappings=[*lead[: aval.ndim - 1], last])
+        for aval, last in zip(avals, own, strict=True)
+    ]
     return sdy.OpShardingRuleAttr.get(
         factor_sizes=[*batch, *widths],
         operand_mappings=arrays[:num_operands],

@@ -19,26 +19,34 @@ _OUTSIDE = np.iinfo(np.int32).max
 
 
 def top_k_reference(
-    scores: jax.Array, *rows: jax.Array, k: int, window: tuple[str, ...], sorted: bool
+    scores: jax.Array,
+    *others: jax.Array,
+    k: int,
+    window: tuple[str, ...],
+    paging: tuple[int, int] | None,
+    sorted: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The ``k`` largest of each row's window.
 
     Args:
         scores: ``(..., n)``, of any real dtype.
-        *rows: int32 ``(...)``, the operands that ``window`` names.
+        *others: int32 ``(...)``, the operands that ``window`` names, and the page table
+            if there is ``paging``, as the primitive has them.
         k: how many to select, possibly more than ``n``.
         window: which of "lengths" and "starts" are given.
+        paging: page size and stride, or None.
         sorted: whether to order by value rather than by index.
 
     Returns:
         Values ``(..., k)`` of the scores' dtype, and indices ``(..., k)`` of int32.
     """
+    rows = others[: len(window)]
     n = scores.shape[-1]
     rank = _to_rank(scores)
     # Made from an operand, the columns carry its sharding, as lax.sort wants.
     column = lax.full_like(rank, 0, np.int32)
     column += lax.broadcasted_iota(np.int32, rank.shape, rank.ndim - 1)
-    if window:
+    if window or paging:
         given = {name: row[..., None] for name, row in zip(window, rows, strict=True)}
         # With no overflow for any start: the distance of a column behind the start is
         # below 2**32, and is compared as an unsigned number.
@@ -48,6 +56,8 @@ def top_k_reference(
             behind = lax.bitcast_convert_type(column - start, np.uint32)
             length = jnp.maximum(given["lengths"], 0).astype(np.uint32)
             inside &= behind < length
+        if paging:  # what no page holds is outside
+            inside &= column // paging[0] < others[-1].shape[-1]
         # A valid element may have the largest rank too: the column tells them apart.
         rank = jnp.where(inside, rank, np.array(np.iinfo(rank.dtype).max, rank.dtype))
         column = jnp.where(inside, column, _OUTSIDE)
@@ -64,14 +74,37 @@ def top_k_reference(
     padding = column == _OUTSIDE
     pad_rank = _to_rank(lax.full((), pad_value(scores.dtype), scores.dtype))
     values = _from_rank(jnp.where(padding, pad_rank, rank), scores.dtype)
-    return values, jnp.where(padding, -1, column)
+    indices = jnp.where(padding, -1, column)
+    return values, slots_of(indices, others[-1], paging) if paging else indices
+
+
+def slots_of(
+    columns: jax.Array, table: jax.Array, paging: tuple[int, int]
+) -> jax.Array:
+    """The slots of ``columns`` ``(..., k)``; -1 stays -1."""
+    if columns.size == 0 or table.shape[-1] == 0:
+        return columns
+    page_size, page_stride = map(np.int32, paging)
+    place = jnp.maximum(columns, 0)
+    page = jnp.take_along_axis(
+        spread(table, columns), place // page_size, -1, mode="promise_in_bounds"
+    )
+    return jnp.where(columns < 0, -1, page * page_stride + place % page_size)
+
+
+def spread(table: jax.Array, like: jax.Array) -> jax.Array:
+    """A page table, with all leading axes of ``like``."""
+    if table.ndim == like.ndim:
+        return table
+    batch = like.shape[:-1]
+    lead = (*range(table.ndim - 1), len(batch))
+    return lax.broadcast_in_dim(table, (*batch, table.shape[-1]), lead)
 
 
 def empty_top_k(
-    scores: jax.Array, *rows: jax.Array, k: int, window: tuple[str, ...], sorted: bool
+    scores: jax.Array, *_: jax.Array, k: int
 ) -> tuple[jax.Array, jax.Array]:
     """The answer if there are no rows, no columns, or k is 0: nothing but padding."""
-    del rows, window, sorted
     shape = (*scores.shape[:-1], k)
     values = jnp.full(shape, pad_value(scores.dtype), scores.dtype)
     return values, jnp.full(shape, -1, np.int32)

@@ -114,7 +114,7 @@ def sharded_top_k(
         if rows is not None
     }
     if 0 in (k, *scores.shape):  # nothing to gather
-        return TopK(*empty_top_k(scores, k=k, window=(), sorted=True))
+        return TopK(*empty_top_k(scores, k=k))
     values, indices = _select(k, names, bool(sorted), lax.stop_gradient(scores), given)
     if jnp.issubdtype(scores.dtype, np.inexact):
         values: Any = _differentiable(names, scores, values, indices)

@@ -122,11 +122,13 @@ def top_k_with_geometry(
     sorted: bool = True,
     implementation: str | None = None,
     geometry: tuple[int, ...] = (0, 0, 0, 0, 0),
+    pages: tuple[jax.Array, tuple[int, int]] | None = None,
 ) -> TopK:
     """``top_k`` with a plan given by hand, for tests; zeros leave it to the planner.
 
     The five numbers are CTAs a row, capacity, samples, grid and CTAs an SM, as in
     ``Geometry`` of ``ffi/plan.h``. They bend the CUDA kernels' paths, never an answer.
+    ``pages`` is what the primitive takes for ``paged_top_k``: the table and ``paging``.
     """
     scores = _checked_scores(scores)
     k = _checked_k(k, scores, ragged=lengths is not None)
@@ -155,8 +157,10 @@ def top_k_with_geometry(
         *bind_top_k(
             scores,
             *given.values(),
+            *(() if pages is None else pages[:1]),
             k=k,
             window=tuple(given),
+            paging=None if pages is None else pages[1],
             sorted=bool(sorted),
             implementation=implementation,
             geometry=tuple(map(int, geometry)) if any(geometry) else (),
@@ -239,6 +243,19 @@ def _checked_k(k: Any, scores: jax.Array, *, ragged: bool) -> int:
 
 def _checked_rows(name: str, rows: Any, scores: jax.Array, got: str) -> jax.Array:
     """``rows`` as int32 of the scores' leading shape."""
+    rows = _checked_integers(name, rows, got)
+    batch = scores.shape[:-1]
+    try:
+        return rows if rows.shape == batch else jnp.broadcast_to(rows, batch)
+    except ValueError as error:
+        raise ValueError(
+            f"top_k requires {name} to broadcast to the leading axes of scores, "
+            f"{batch}; got {name}.shape={np.shape(rows)} {got}"
+        ) from error
+
+
+def _checked_integers(name: str, rows: Any, got: str) -> jax.Array:
+    """``rows`` as int32."""
     if isinstance(rows, int) and not isinstance(rows, bool):
         rows = np.array(min(max(rows, _INT32.min), _INT32.max), np.int32)
     if hasattr(rows, "__jax_array__"):
@@ -259,12 +276,4 @@ def _checked_rows(name: str, rows: Any, scores: jax.Array, got: str) -> jax.Arra
     if (low, high) != (info.min, info.max):
         with jax.enable_x64(True):  # rows may come from where it was on
             rows = xp.clip(rows, low, high).astype(np.int32)
-    batch = scores.shape[:-1]
-    try:
-        rows = jnp.asarray(rows, np.int32)
-        return rows if rows.shape == batch else jnp.broadcast_to(rows, batch)
-    except ValueError as error:
-        raise ValueError(
-            f"top_k requires {name} to broadcast to the leading axes of scores, "
-            f"{batch}; got {name}.shape={np.shape(rows)} {got}"
-        ) from error
+    return jnp.asarray(rows, np.int32)

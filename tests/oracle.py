@@ -112,6 +112,36 @@ def top_k(scores, k, lengths=None, starts=None, sorted=True):
     return values.reshape(*batch, k), indices.reshape(*batch, k)
 
 
+def paged_top_k(
+    scores, k, table, page_size, page_stride, lengths=None, starts=None, sorted=False
+):
+    """The answer in slots: column c lies in table[c // size] * stride + c % size.
+
+    Args:
+      scores: (..., n), like k, lengths, starts and sorted as for top_k.
+      k: how many.
+      table: integers (..., pages); its leading axes are the first of the scores'.
+      page_size: columns of a page.
+      page_stride: what a page number counts.
+      lengths: see top_k.
+      starts: see top_k.
+      sorted: see top_k.
+
+    Returns:
+      values (..., k) of the scores' dtype and slots (..., k) int32.
+    """
+    held = min(scores.shape[-1], table.shape[-1] * page_size)
+    values, columns = top_k(scores[..., :held], k, lengths, starts, sorted)
+    slots = np.full(columns.shape, -1, np.int32)
+    for row in np.ndindex(columns.shape[:-1]):
+        for slot, column in enumerate(columns[row].tolist()):
+            if column >= 0:
+                page = int(table[row[: table.ndim - 1]][column // page_size])
+                number = page * page_stride + column % page_size
+                slots[row][slot] = (number + 2**31) % 2**32 - 2**31  # as int32 wraps
+    return values, slots
+
+
 def check(
     result,
     scores,

@@ -17,7 +17,9 @@ import pytest
 import jax_topk
 
 top_k: Any = jax_topk.top_k  # misused below, whatever its types say
+paged_top_k: Any = jax_topk.paged_top_k
 SCORES = np.zeros((3, 7), np.float32)
+TABLE = np.zeros((3, 2), np.int32)
 
 
 def lowered_for_cuda(scores, k, **options):
@@ -179,6 +181,86 @@ MISUSES = {
         ValueError,
         ["implementation", "'split'", "4096", "5000"],
     ),
+    "paged_without_table_and_offsets": (
+        lambda: paged_top_k(SCORES, 2),
+        TypeError,
+        ["page_table", "offsets", "neither"],
+    ),
+    "paged_with_table_and_offsets": (
+        lambda: paged_top_k(SCORES, 2, TABLE, page_size=4, offsets=0),
+        TypeError,
+        ["page_table", "offsets", "both"],
+    ),
+    "a_table_without_a_page_size": (
+        lambda: paged_top_k(SCORES, 2, TABLE),
+        TypeError,
+        ["page_size", "None"],
+    ),
+    "offsets_with_a_page_size": (
+        lambda: paged_top_k(SCORES, 2, offsets=0, page_size=4),
+        TypeError,
+        ["page_size=4", "offsets"],
+    ),
+    "page_size_is_a_float": (
+        lambda: paged_top_k(SCORES, 2, TABLE, page_size=4.0),
+        TypeError,
+        ["page_size", "static", "float 4.0"],
+    ),
+    "page_size_is_traced": (
+        lambda: jax.jit(lambda s: paged_top_k(SCORES, 2, TABLE, page_size=s))(4),
+        TypeError,
+        ["page_size", "static", "traced"],
+    ),
+    "page_size_is_an_array": (
+        lambda: paged_top_k(SCORES, 2, TABLE, page_size=np.array(4)),
+        TypeError,
+        ["page_size", "static"],
+    ),
+    "page_size_is_zero": (
+        lambda: paged_top_k(SCORES, 2, TABLE, page_size=0),
+        ValueError,
+        ["page_size=0", "from 1"],
+    ),
+    "page_size_is_beyond_int32": (
+        lambda: paged_top_k(SCORES, 2, TABLE, page_size=2**31),
+        ValueError,
+        ["page_size=2147483648", "2147483647"],
+    ),
+    "page_table_is_of_floats": (
+        lambda: paged_top_k(SCORES, 2, TABLE.astype(np.float32), page_size=4),
+        TypeError,
+        ["page_table", "integer", "float32"],
+    ),
+    "page_table_is_a_number": (
+        lambda: paged_top_k(SCORES, 2, 3, page_size=4),
+        ValueError,
+        ["page_table", "axis", "()"],
+    ),
+    "page_table_of_another_batch": (
+        lambda: paged_top_k(SCORES, 2, TABLE[:2], page_size=4),
+        ValueError,
+        ["page_table", "(3,)", "(2, 2)"],
+    ),
+    "page_table_with_too_many_axes": (
+        lambda: paged_top_k(SCORES, 2, TABLE[:, None], page_size=4),
+        ValueError,
+        ["page_table", "(3,)", "(3, 1, 2)"],
+    ),
+    "page_table_too_narrow_without_lengths": (
+        lambda: paged_top_k(SCORES, 2, TABLE, page_size=3),
+        ValueError,
+        ["page_table", "7 columns", "lengths", "for 6"],
+    ),
+    "offsets_are_floats": (
+        lambda: paged_top_k(SCORES, 2, offsets=1.5),
+        TypeError,
+        ["offsets", "integer", "float"],
+    ),
+    "offsets_of_another_batch": (
+        lambda: paged_top_k(SCORES, 2, offsets=np.zeros(2, np.int32)),
+        ValueError,
+        ["offsets", "(3,)", "offsets.shape=(2,)"],
+    ),
 }
 
 
@@ -191,7 +273,8 @@ def complaint(name):
         message = str(error)
         if type(error) is not kind:
             return f"{name}: expected a {kind.__name__}, got {error!r}"
-        if not message.startswith("top_k requires ") or "; got " not in message:
+        start = message.removeprefix("paged_").startswith("top_k requires ")
+        if not start or "; got " not in message:
             return f"{name}: expected 'top_k requires ...; got ...', got: {message}"
         missing = [word for word in words if word not in message]
         return f"{name}: {missing} not in: {message}" if missing else None

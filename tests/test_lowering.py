@@ -148,4 +148,7 @@ def test_targets_are_published():
         "jax_topk_cpu_v1",
         "jax_topk_row_v1",
         "jax_topk_split_v1",
+        "jax_topk_paged_cpu_v1",
+        "jax_topk_paged_row_v1",
+        "jax_topk_paged_split_v1",
     )

@@ -19,12 +19,21 @@ TARGETS = {
     "cpu": "jax_topk_cpu_v1",
     "row": "jax_topk_row_v1",
     "split": "jax_topk_split_v1",
+    "paged_cpu": "jax_topk_paged_cpu_v1",
+    "paged_row": "jax_topk_paged_row_v1",
+    "paged_split": "jax_topk_paged_split_v1",
 }
-EVERY = [
-    pytest.param(name, marks=pytest.mark.gpu if name != "cpu" else ())
-    for name in TARGETS
-]
-ON_CUDA = EVERY[1:]
+
+
+def _parameters(names):
+    return [
+        pytest.param(name, marks=() if name.endswith("cpu") else pytest.mark.gpu)
+        for name in names
+    ]
+
+
+EVERY = _parameters(name for name in TARGETS if not name.startswith("paged"))
+PAGED = _parameters(name for name in TARGETS if name.startswith("paged"))
 BYTES = 4096  # of workspace a row: ample
 
 
@@ -36,16 +45,19 @@ class Call:
         self.target = TARGETS[name]
         self.operands = [np.arange(ROWS * N, dtype=np.float32).reshape(ROWS, N)]
         self.results = [((ROWS, K), np.float32), ((ROWS, K), np.int32)]
-        if name == "split":
+        if name.endswith("split"):
             self.results.append(((ROWS, BYTES), np.uint8))
         self.attributes = raw_calls.attributes(self.target, K)
+        if name.startswith("paged"):
+            self.operands.append(np.array([[9, 4], [1, 1], [0, 8]], np.int32))
+            self.attributes |= {"page_size": np.int64(5), "page_stride": np.int64(10)}
 
     def window(self, name, shape=(ROWS, 1), dtype=np.int32):
         self.operands.append(np.ones(shape, dtype))
         self.attributes[f"has_{name}"] = True
 
     def __call__(self):
-        device = jax.devices("cpu" if self.name == "cpu" else "cuda")[0]
+        device = jax.devices("cpu" if self.name.endswith("cpu") else "cuda")[0]
         operands = jax.device_put(self.operands, device)
         results = raw_calls.call(self.target, operands, self.results, self.attributes)
         return jax.device_get(results)
@@ -192,6 +204,78 @@ def test_a_call_that_fits_is_answered(name):
 def test_a_call_that_does_not_fit_is_an_error(name, misuse):
     call = Call(name)
     spoil, words = MISUSES[misuse]
+    spoil(call)
+    message = error_of(call)
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_paged_call_that_fits_is_answered(name):
+    values, slots = Call(name)()[:2]
+    assert slots.tolist() == [[41, 40], [11, 10], [81, 80]]
+    assert values.tolist() == [[6, 5], [13, 12], [20, 19]]
+
+
+def _no_table(call):
+    del call.operands[-1]
+
+
+def _a_table_of_another_batch(call):
+    call.operands[-1] = np.zeros((ROWS - 1, 2), np.int32)
+
+
+def _a_table_with_an_axis_more(call):
+    call.operands[-1] = np.zeros((ROWS, 1, 2), np.int32)
+
+
+def _a_table_that_is_a_number(call):
+    call.operands[-1] = np.int32(0)
+
+
+def _a_table_that_is_unsigned(call):
+    call.operands[-1] = call.operands[-1].astype(np.uint32)
+
+
+def _a_page_size_of_zero(call):
+    call.attributes["page_size"] = np.int64(0)
+
+
+def _a_page_size_beyond_int32(call):
+    call.attributes["page_size"] = np.int64(2**31)
+
+
+def _a_negative_page_size(call):
+    call.attributes["page_size"] = np.int64(-1)
+
+
+def _a_stride_of_zero(call):
+    call.attributes["page_stride"] = np.int64(0)
+
+
+def _no_page_stride(call):
+    del call.attributes["page_stride"]
+
+
+PAGED_MISUSES = {
+    "no_table": (_no_table, ["expected 2 operands", "got 1"]),
+    "a_table_of_another_batch": (_a_table_of_another_batch, ["page_table", "[2, 2]"]),
+    "an_axis_more": (_a_table_with_an_axis_more, ["page_table", "[3, 1, 2]"]),
+    "a_table_that_is_a_number": (_a_table_that_is_a_number, ["page_table", "[]"]),
+    "a_table_that_is_unsigned": (_a_table_that_is_unsigned, ["page_table", "int32"]),
+    "a_page_size_of_zero": (_a_page_size_of_zero, ["page_size", "from 1", "got 0"]),
+    "beyond_int32": (_a_page_size_beyond_int32, ["page_size", "got 2147483648"]),
+    "a_negative_page_size": (_a_negative_page_size, ["page_size", "got -1"]),
+    "a_stride_of_zero": (_a_stride_of_zero, ["page_stride", "got 0"]),
+    "no_page_stride": (_no_page_stride, ["attribute"]),
+}
+
+
+@pytest.mark.parametrize("misuse", PAGED_MISUSES)
+@pytest.mark.parametrize("name", PAGED)
+def test_a_paged_call_that_does_not_fit_is_an_error(name, misuse):
+    call = Call(name)
+    spoil, words = PAGED_MISUSES[misuse]
     spoil(call)
     message = error_of(call)
     missing = [word for word in words if word not in message]

@@ -652,6 +652,68 @@ _mutation(
     where="cpu",
 )
 
+# Paged memory ------------------------------------------------------------------------
+
+NARROW = "test_paged_top_k.py::test_columns_that_no_page_holds_are_outside_every_window"
+
+_mutation(
+    "tables_end_where_the_row_does",
+    OPERANDS,
+    "params.unpaged = params.n - std::min(params.n, params.pages * paging->page_size);",
+    "params.unpaged = 0;",
+    NARROW + "[cpu-1]",
+    where="cpu",
+)
+_mutation(
+    "each_row_has_a_table_of_its_own",
+    OPERANDS,
+    "params.rows_per_table *= static_cast<uint32_t>(dims[i]);",
+    "(void)i;",
+    "test_paged_top_k.py"
+    "::test_a_table_is_shared_by_the_rows_of_the_axes_that_it_lacks[cpu-(3, 2)]",
+    where="cpu",
+)
+_mutation(
+    "page_numbers_count_pages_always",
+    TOP_K,
+    "static_cast<uint32_t>(entry) * params.page_stride",
+    "static_cast<uint32_t>(entry) * params.page_size",
+    "test_paged_top_k.py::test_offsets_are_the_first_slot_of_each_sequence[cpu]",
+    where="cpu",
+)
+_mutation(
+    "columns_on_cuda_in_place_of_slots",
+    SELECT,
+    "indices[slot] = RowIndex(params, row, CompositeColumn(composite));",
+    "indices[slot] = static_cast<int32_t>(CompositeColumn(composite));",
+    "test_paged_top_k.py::test_every_distribution_is_exact_in_pages_of_any_size"
+    "[row-True-64]",
+)
+_mutation(
+    "table_shared_in_an_export",
+    PRIMITIVE,
+    "if ctx.module_context.lowering_parameters.for_export:",
+    "if False:",
+    "test_paged_top_k.py::test_an_export_selects_on_one_device_and_on_eight",
+    where="cpu",
+)
+_mutation(
+    "table_shared_where_rows_are_split",
+    PRIMITIVE,
+    "return context.num_devices > 1",
+    "return False",
+    "test_paged_top_k.py::test_sharded_rows_stay_where_they_are",
+    where="cpu",
+)
+_mutation(
+    "table_of_its_own_sharding",
+    PRIMITIVE,
+    "tables = [_reshard(spread(x, scores), P(*spec), scores) for x in tables]",
+    "pass",
+    "test_paged_top_k.py::test_explicit_axes_are_in_the_type_of_the_result",
+    where="cpu",
+)
+
 # Python ------------------------------------------------------------------------------
 
 SHARDED = "test_sharding.py::test_sharded_rows_stay_where_they_are"
@@ -691,7 +753,7 @@ _mutation(
 _mutation(
     "padding_pulls_back_to_column_0",
     PRIMITIVE,
-    "dvalues = jnp.where(indices < 0, 0, dvalues)",
+    "dvalues = jnp.where(columns < 0, 0, dvalues)",
     "pass",
     "test_ad.py::test_vjp_ignores_the_padding",
     where="cpu",
