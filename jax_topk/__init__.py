@@ -2,10 +2,12 @@
 """Exact top-k selection for JAX, native on CPU and CUDA.
 
 The public surface is decided here: ``top_k`` and its result ``TopK``, ``paged_top_k``
-for key caches in pages, ``sharded_top_k`` for columns that are split over devices, and
-the names of the FFI targets for the safety check of ``jax.export``.
+for key caches in pages, ``sharded_top_k`` for columns that are split over devices,
+``accelerate_lax`` for programs that call ``jax.lax.top_k``, and the names of the FFI
+targets for the safety check of ``jax.export``.
 """
 
+from jax_topk._accelerate import accelerate_lax
 from jax_topk._paged import paged_top_k
 from jax_topk._plan import VERSION as __version__
 from jax_topk._primitive import FFI_TARGETS
@@ -16,6 +18,7 @@ __all__ = [
     "FFI_TARGETS",
     "TopK",
     "__version__",
+    "accelerate_lax",
     "paged_top_k",
     "sharded_top_k",
     "top_k",

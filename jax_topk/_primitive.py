@@ -170,16 +170,12 @@ def _lower(
     if k == 0 or 0 in scores.shape:
         return _lower_jax(empty_top_k, ctx, *operands, k=k)
     where = platform or str((ctx.platforms or ctx.module_context.platforms)[0])
-    # With jax.export, or lowering_platforms, the backend is the host's: its devices say
-    # nothing of where the program will run.
-    backend = ctx.module_context.backend
-    here = where == "cuda" and getattr(backend, "platform", "") in ("gpu", "cuda")
-    choice = _plan.choose(
-        scores.shape[:-1],
-        scores.shape[-1],
-        k,
+    choice = _choose(
+        ctx,
+        where,
+        scores.shape,
         scores.dtype,
-        _plan.device_facts(where, backend.devices() if here else ()),
+        k,
         implementation=implementation,
         geometry=geometry,
     )
@@ -204,6 +200,17 @@ def _lower(
     target = targets[choice.implementation]
     workspace = choice.plan.workspace_bytes_per_row
     return _custom_call(target, ctx, operands, workspace, attributes)
+
+
+def _choose(
+    ctx: Any, where: str, shape: Any, dtype: Any, k: int, **forced: Any
+) -> _plan.Choice:
+    # With jax.export, or lowering_platforms, the backend is the host's: its devices say
+    # nothing of where the program will run.
+    backend = ctx.module_context.backend
+    here = where == "cuda" and getattr(backend, "platform", "") in ("gpu", "cuda")
+    device = _plan.device_facts(where, backend.devices() if here else ())
+    return _plan.choose(shape[:-1], shape[-1], k, dtype, device, **forced)
 
 
 def _lower_jax(function: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -294,6 +301,47 @@ def _sharding_rule(batch: Any, avals: Any, num_operands: int) -> Any:
         need_replication_factors=list(range(len(batch), len(factors))),
         is_custom=True,
     )
+
+
+# jax.lax.top_k -----------------------------------------------------------------------
+
+# Whether it is lowered to this primitive. A user context is part of the keys of all of
+# jax's caches, so that nothing traced or lowered under one value is used under another.
+accelerated = jax.make_user_context(False)
+
+
+@functools.cache
+def replace_lax_lowering() -> None:
+    """Puts rules for CPU and CUDA before jax's own, which these ask for the rest.
+
+    There is no public way to read a rule that is registered.
+    """
+    from jax._src.interpreters import mlir as internal
+
+    for platform in ("cpu", "cuda"):
+        special = internal._platform_specific_lowerings[platform]
+        own = special.get(lax.top_k_p) or internal._lowerings[lax.top_k_p]
+        rule = functools.partial(_lower_lax, own.rule, platform)
+        mlir.register_lowering(lax.top_k_p, rule, platform=platform)
+
+
+def _lower_lax(
+    own_rule: Any, platform: str, ctx: Any, operand: Any, *, k: Any, axis: int, **others
+) -> Any:
+    def ours(x: jax.Array) -> tuple[jax.Array, ...]:
+        scores = jnp.moveaxis(x, axis, -1)
+        options = {"window": (), "paging": None, "sorted": True}
+        options |= {"implementation": None, "geometry": ()}
+        out = top_k_p.bind(scores, k=k, **options)
+        return tuple(jnp.moveaxis(x, -1, axis) for x in out)
+
+    x = ctx.avals_in[0]
+    shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])
+    if accelerated.value and isinstance(k, int) and k > 0 and 0 not in shape:
+        choice = _choose(ctx, platform, shape, x.dtype, k)
+        if choice.implementation in _plan.TARGETS:
+            return _lower_jax(ours, ctx, operand)
+    return own_rule(ctx, operand, k=k, axis=axis, **others)
 
 
 mlir.register_lowering(top_k_p, _lower)

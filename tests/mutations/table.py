@@ -714,6 +714,44 @@ _mutation(
     where="cpu",
 )
 
+# jax.lax.top_k -----------------------------------------------------------------------
+
+LAX = "test_accelerate_lax.py::"
+
+_mutation(
+    "accelerated_outside_too",
+    PRIMITIVE,
+    "if accelerated.value and isinstance(k, int)",
+    "if isinstance(k, int)",
+    LAX + "test_outside_programs_are_what_they_were_before_the_first_use",
+    LAX + "test_a_compiled_function_is_compiled_again_inside_and_kept_for_outside",
+    where="cpu",
+)
+_mutation(
+    "accelerated_by_the_reference",
+    PRIMITIVE,
+    "        if choice.implementation in _plan.TARGETS:\n",
+    "        if choice:\n",
+    LAX + "test_whatever_else_lowers_as_ever",
+    where="cpu",
+)
+_mutation(
+    "accelerated_along_the_last_axis",
+    PRIMITIVE,
+    "scores = jnp.moveaxis(x, axis, -1)",
+    "scores = x",
+    LAX + "test_any_axis_is_selected_along[cpu-0]",
+    where="cpu",
+)
+_mutation(
+    "accelerated_for_good",
+    "jax_topk/_accelerate.py",
+    "            self._context.__exit__(*error)\n",
+    "            pass\n",
+    LAX + "test_it_ends_with_an_error_and_nests",
+    where="cpu",
+)
+
 # Python ------------------------------------------------------------------------------
 
 SHARDED = "test_sharding.py::test_sharded_rows_stay_where_they_are"
