@@ -12,16 +12,17 @@ BIN := .venv/bin
 
 # With an NVIDIA GPU at hand, jax comes with its CUDA plugin, to run on that GPU.
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
-EXTRAS := test$(if $(GPU),$(shell echo ,)cuda13)
+EXTRAS := test$(shell echo ,)examples$(if $(GPU),$(shell echo ,)cuda13)
 INSTALLED := .venv/installed-$(if $(GPU),gpu,cpu)
 GRAPH_MODES := graphs-default graphs-every-call graphs-while graphs-off
 CPP := $(wildcard ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu benchmarks/*.cu)
 
-.PHONY: help demo test test-graphs $(GRAPH_MODES) fuzz mutations sanitize bench lint \
+.PHONY: help demo example test test-graphs $(GRAPH_MODES) fuzz mutations sanitize bench lint \
   format clean
 
 help:
 	@echo 'make demo    select from real scores, check the answer, time it'
+	@echo 'make example train a language model with sparse attention'
 	@echo 'make test    run the tests'
 	@echo 'make fuzz    random problems against the oracle'
 	@echo 'make lint    check format, style and types'
@@ -36,6 +37,9 @@ help:
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py $(ARGS)
+
+example: $(INSTALLED)
+	@$(BIN)/python examples/sparse_attention.py $(ARGS)
 
 # Without a GPU, programs are compiled for GPUs all the same, where XLA can do so.
 COMPILE_ONLY := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),.venv/compile-only))

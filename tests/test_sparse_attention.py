@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of sparse attention: whom it selects exactly, what it answers nearly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_topk import sparse_attention as sparse
+
+CONFIG = sparse.Config(
+    width=32, heads=4, groups=2, head_dim=8, index_heads=3, index_dim=8, k=12
+)
+BATCH, T, N, PAGE_SIZE = 2, 40, 64, 8
+NEAR = {"rtol": 0, "atol": 2e-5}
+extend = jax.jit(sparse.extend, static_argnums=1)
+
+
+@pytest.fixture(autouse=True)
+def products_in_float32():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def params(platform):
+    return sparse.init(jax.random.key(0), CONFIG)
+
+
+@pytest.fixture
+def tokens(platform):
+    return jax.random.normal(jax.random.key(1), (BATCH, T, CONFIG.width))
+
+
+def paged_cache():
+    pages = np.random.default_rng(0).permutation(3 * BATCH * N // PAGE_SIZE)
+    table = jnp.asarray(pages[: BATCH * N // PAGE_SIZE].reshape(BATCH, -1), np.int32)
+    return sparse.new_paged_cache(table, PAGE_SIZE, len(pages), CONFIG)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, T])
+def test_it_is_dense_attention_where_k_covers_what_a_token_sees(params, tokens, window):
+    config = CONFIG._replace(window=window, k=window or T)
+    y, cache = extend(params, config, sparse.new_cache(BATCH, N, config), tokens)
+    want, mass, _ = sparse.dense(params, config, tokens)
+    np.testing.assert_allclose(y, want, **NEAR)
+    assert cache.lengths.tolist() == [T, T]
+    np.testing.assert_allclose(sparse.recall(mass, mass, config), 1, **NEAR)
+    seen = (np.asarray(mass) > 0).sum(-1)
+    assert (seen == np.minimum(np.arange(T) + 1, window or T)).all()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("paged", [False, True])
+def test_it_selects_the_best_that_each_token_sees(platform, window, paged):
+    config = CONFIG._replace(window=window)
+    rng = np.random.default_rng(1)
+    scores = rng.integers(-5, 5, (BATCH, T, N)).astype(np.float32)
+    cache = paged_cache() if paged else sparse.new_cache(BATCH, N, config)
+    positions = np.stack([np.arange(T), np.arange(T) + 20]).astype(np.int32)
+    slots = sparse.select(jnp.asarray(scores), cache, jnp.asarray(positions), config)
+    starts = np.maximum(positions + 1 - window, 0) if window else 0 * positions
+    lengths = positions + 1 - starts
+    table = np.asarray(cache.page_table) if paged else np.arange(BATCH)[:, None] * N
+    size, stride = (PAGE_SIZE, PAGE_SIZE) if paged else (N, 1)
+    _, want = oracle.paged_top_k(scores, 12, table, size, stride, lengths, starts)
+    assert np.asarray(slots).tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+@pytest.mark.parametrize("paged", [False, True])
+def test_tokens_that_come_in_parts_are_answered_as_at_once(
+    params, tokens, chunk, paged
+):
+    cache = paged_cache() if paged else sparse.new_cache(BATCH, N, CONFIG)
+    want, _ = extend(params, CONFIG, sparse.new_cache(BATCH, N, CONFIG), tokens)
+
+    def step(cache, part):
+        y, cache = sparse.extend(params, CONFIG, cache, part)
+        return cache, y
+
+    whole = T - T % chunk
+    parts = tokens[:, :whole].reshape(BATCH, -1, chunk, CONFIG.width).swapaxes(0, 1)
+    _, ys = jax.jit(lambda cache, parts: jax.lax.scan(step, cache, parts))(cache, parts)
+    got = ys.swapaxes(0, 1).reshape(BATCH, whole, CONFIG.width)
+    np.testing.assert_allclose(got, want[:, :whole], **NEAR)
+
+
+def test_sequences_of_different_lengths_do_not_see_each_other(params, tokens):
+    cache = paged_cache()
+    y, cache = extend(params, CONFIG, cache, tokens[:, :10])
+    # The second sequence has seen nothing yet, and its slots hold other keys.
+    cache = cache._replace(lengths=jnp.array([10, 0], np.int32))
+    y, cache = extend(params, CONFIG, cache, tokens[:, 10:20])
+    alone, _ = extend(params, CONFIG, paged_cache(), tokens[:, :20])
+    np.testing.assert_allclose(y[0], alone[0, 10:], **NEAR)
+    alone, _ = extend(params, CONFIG, paged_cache(), tokens[:, 10:20])
+    np.testing.assert_allclose(y[1], alone[1], **NEAR)
+    assert cache.lengths.tolist() == [20, 10]
+
+
+def test_the_indexer_learns_from_its_loss_alone(params, tokens):
+    def loss(params, through):
+        y, mass, scores = sparse.dense(params, CONFIG, tokens)
+        if through == "loss":
+            return sparse.indexer_loss(scores, mass, CONFIG)
+        if through == "sparse":
+            cache = sparse.new_cache(BATCH, N, CONFIG)
+            return (sparse.extend(params, CONFIG, cache, tokens)[0] ** 2).sum()
+        return (y**2).sum()
+
+    for through in ("loss", "dense", "sparse"):
+        gradient = jax.jit(jax.grad(loss), static_argnums=1)(params, through)
+        moved = {name for name, x in gradient.items() if np.asarray(x).any()}
+        own = {"index_query", "index_key", "index_weight"}
+        assert moved == (own if through == "loss" else set(params) - own)
+
+
+def test_the_loss_is_zero_for_scores_that_are_the_logarithm_of_the_attention(
+    params, tokens
+):
+    _, mass, scores = sparse.dense(params, CONFIG, tokens)
+    perfect = jnp.log(jnp.where(mass > 0, mass, 1)) + 3
+    assert abs(sparse.indexer_loss(perfect, mass, CONFIG)) < 1e-6
+    assert sparse.indexer_loss(scores, mass, CONFIG) > 0.01
