@@ -53,23 +53,24 @@ def pytest_runtest_protocol(item):
         faulthandler.cancel_dump_traceback_later()
 
 
-def _parameters(found):
-    return [
-        pytest.param(
-            one, id=str(one), marks=pytest.mark.gpu if one.platform == "cuda" else ()
-        )
-        for one in found
-    ]
+_EVERY = (
+    implementations.ON_CPU
+    + implementations.PAGED_ON_CPU
+    + implementations.ON_GPU
+    + implementations.PAGED_ON_GPU
+)
 
 
-@pytest.fixture(params=_parameters(implementations.ON_CPU + implementations.ON_GPU))
+@pytest.fixture(params=implementations.parameters(_EVERY))
 def implementation(request):
     """Each implementation, where it runs."""
     return request.param
 
 
 @pytest.fixture(
-    params=_parameters(implementations.OTHERS_ON_CPU + implementations.OTHERS_ON_GPU)
+    params=implementations.parameters(
+        implementations.OTHERS_ON_CPU + implementations.OTHERS_ON_GPU
+    )
 )
 def other_implementation(request):
     """The planner's choice, and the reference on a GPU."""

@@ -121,13 +121,15 @@ def case(seed, platform):
     if rng.random() < 0.5 and n > 1:
         cut = rng.integers(1, n)
         rolled[:, cut:] = np.roll(rolled, rows // 2, axis=0)[:, cut:]
+    sorted = bool(rng.random() < 0.5)
+    paged = bool(rng.random() < 0.3)
     return Case(
-        Implementation(name, platform, geometry),
+        Implementation(name, platform, geometry, paged),
         rolled,
         k,
         lengths,
         starts,
-        bool(rng.random() < 0.5),
+        sorted,
         labels,
     )
 

@@ -24,11 +24,13 @@ class Implementation:
       name: what `implementation=` gets; None lets the planner decide.
       platform: "cpu" or "cuda".
       geometry: ctas_per_row, capacity, num_samples, grid, ctas_per_sm.
+      paged: answers by way of a page table, in which each page is where it would be.
     """
 
     name: str | None
     platform: str
     geometry: tuple[int, ...] = PLANNED
+    paged: bool = False
 
     @property
     def device(self):
@@ -49,14 +51,14 @@ class Implementation:
         native = {"xla": "cpu", "cpu": "cpu", "row": "cuda", "split": "cuda"}
         suffix = "" if native.get(planned) == self.platform else f"-on-{self.platform}"
         bent = "" if self.geometry == PLANNED else f"-{self.geometry}".replace(" ", "")
-        return planned + suffix + bent
+        return planned + suffix + bent + ("-paged" if self.paged else "")
 
     def jitted(self, k, sorted=True):
         """The jitted (scores, lengths, starts) -> TopK; one object for equal arguments.
 
         Compiled once per shape, so tests that share a shape share the compilation.
         """
-        return _jitted(self.name, self.geometry, k, sorted)
+        return _jitted(self.name, self.geometry, self.paged, k, sorted)
 
     def __call__(self, scores, k, lengths=None, starts=None, sorted=True):
         """The answer as NumPy arrays."""
@@ -70,21 +72,41 @@ class Implementation:
 
 
 @functools.cache
-def _jitted(name, geometry, k, sorted):
+def _jitted(name, geometry, paged, k, sorted):
     def selected(scores, lengths, starts):
         window = {"lengths": lengths, "starts": starts}
         options = {"sorted": sorted, "implementation": name}
-        if geometry == PLANNED:
+        if geometry == PLANNED and not paged:
             return jax_topk.top_k(scores, k, **window, **options)
+        size = 100
+        table = np.arange(-(-scores.shape[-1] // size), dtype=np.int32)
+        if geometry == PLANNED:
+            options |= {"page_size": size}
+            return jax_topk.paged_top_k(scores, k, table, **window, **options)
+        pages = (table, (size, size)) if paged else None
         return _top_k.top_k_with_geometry(
-            scores, k, **window, **options, geometry=geometry
+            scores, k, **window, **options, geometry=geometry, pages=pages
         )
 
     return jax.jit(selected)
 
 
+def parameters(found):
+    """For a fixture: those on CUDA need a GPU."""
+    return [
+        pytest.param(
+            one, id=str(one), marks=pytest.mark.gpu if one.platform == "cuda" else ()
+        )
+        for one in found
+    ]
+
+
 ON_CPU = (Implementation("xla", "cpu"), Implementation("cpu", "cpu"))
 ON_GPU = (Implementation("row", "cuda"), Implementation("split", "cuda"))
+
+# The same by way of a page table.
+PAGED_ON_CPU = (Implementation("cpu", "cpu", paged=True),)
+PAGED_ON_GPU = tuple(dataclasses.replace(one, paged=True) for one in ON_GPU)
 
 # What else a user can reach: the planner's choice, and the reference on a GPU.
 OTHERS_ON_CPU = (Implementation(None, "cpu"),)

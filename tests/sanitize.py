@@ -41,15 +41,15 @@ def answer():
     lengths = np.array([n, n, n, 300, k + 1, 7], np.int32)
     starts = np.array([0, 3, 0, 100, 5, 690], np.int32)
     done = 0
-    for name, geometry in (
-        ("row", (0, 1, 16, 2, 2)),
-        ("row", (0, 0, 0, 3, 1)),
-        ("split", (4, 1, 16, 8, 0)),
-        ("split", (3, 256, 0, 0, 0)),
+    for name, geometry, paged in (
+        ("row", (0, 1, 16, 2, 2), False),
+        ("row", (0, 0, 0, 3, 1), True),
+        ("split", (4, 1, 16, 8, 0), False),
+        ("split", (3, 256, 0, 0, 0), True),
     ):
         for dtype in (np.float32, jnp.bfloat16):
             for sorted in (True, False):
-                bent = Implementation(name, "cuda", geometry)
+                bent = Implementation(name, "cuda", geometry, paged)
                 labels, scores = inputs.batch(n, k, dtype, names)
                 assert len(scores) == rows
                 window = (lengths, starts) if sorted else (None, None)

@@ -19,6 +19,13 @@ import jax_topk
 from jax_topk import _top_k, paged_top_k
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+ON_EITHER = implementations.ON_CPU + implementations.ON_GPU
+
+
+@pytest.fixture(params=implementations.parameters(ON_EITHER))
+def implementation(request):
+    """Each implementation, which gets its tables from the test."""
+    return request.param
 
 
 def select(implementation, scores, k, table, page_size, lengths=None, starts=None, **o):
