@@ -68,8 +68,8 @@ def test_an_export_without_the_published_names_is_refused():
         )(jax.ShapeDtypeStruct((4, 300), np.float32))
 
 
-# Made by `python tests/test_export.py FILE`. A target keeps its name only while it
-# takes the same operands, so a program that finds its targets still selects. A jax
+# Made by `python tests/test_export.py FILE [paged]`. A target keeps its name only while
+# it takes the same operands, so a program that finds its targets still selects. A jax
 # reads what it or an older one has written.
 STORED = sorted((pathlib.Path(__file__).parent / "data").glob("top_k_jax_*.bin"))
 STORED = [
@@ -91,6 +91,38 @@ def exported_for_a_file():
     return export.export(
         jax.jit(select), platforms=("cpu", "cuda"), disabled_checks=disabled_checks()
     )(jax.ShapeDtypeStruct((rows, 500), np.float32), window, window)
+
+
+def paged_for_a_file():
+    (rows,) = export.symbolic_shape("rows")
+
+    def select(scores, table, offsets):
+        first = jax_topk.paged_top_k(scores, 16, table, page_size=64)
+        second = jax_topk.paged_top_k(scores.astype(jnp.bfloat16), 16, offsets=offsets)
+        return tuple(first), tuple(second)
+
+    return export.export(
+        jax.jit(select), platforms=("cpu", "cuda"), disabled_checks=disabled_checks()
+    )(
+        jax.ShapeDtypeStruct((rows, 2, 500), np.float32),
+        jax.ShapeDtypeStruct((rows, 8), np.int32),
+        jax.ShapeDtypeStruct((rows,), np.int32),
+    )
+
+
+def test_a_stored_program_with_pages_still_selects(platform):
+    path = pathlib.Path(__file__).parent / "data" / "paged_top_k_jax_0.10.2.bin"
+    program = export.deserialize(bytearray(path.read_bytes()))
+    rng = inputs.generator("stored pages")
+    scores = rng.standard_normal((3, 2, 500)).astype(np.float32)
+    table = rng.permutation(24).reshape(3, 8).astype(np.int32)
+    offsets = np.array([7, 0, 10**9], np.int32)
+    first, second = program.call(scores, table, offsets)
+    want = oracle.paged_top_k(scores, 16, table, 64, 64)
+    oracle.check(first, scores, 16, expected=want)
+    scores = scores.astype(jnp.bfloat16)
+    want = oracle.paged_top_k(scores, 16, offsets[:, None], 500, 1)
+    oracle.check(second, scores, 16, expected=want)
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
@@ -191,4 +223,5 @@ if __name__ == "__main__":
     # No paths of this machine in the file.
     folders = r".*/(?=(tests|jax_topk|site-packages)/)"
     jax.config.update("jax_hlo_source_file_canonicalization_regex", folders)
-    pathlib.Path(sys.argv[1]).write_bytes(exported_for_a_file().serialize())
+    made = paged_for_a_file() if "paged" in sys.argv else exported_for_a_file()
+    pathlib.Path(sys.argv[1]).write_bytes(made.serialize())
