@@ -19,6 +19,7 @@ The share of the selection is what a step takes beyond that of "none". In the ro
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -97,11 +98,11 @@ def extend(
 
 def decode(
     select: Any,
-    steps: int,
     params: sparse.Params,
     cache: sparse.Cache,
     lengths: jax.Array,
     x: jax.Array,
+    steps: int,
 ) -> tuple[sparse.Cache, jax.Array]:
     """Some tokens, one after the other; each is made of the one before."""
 
@@ -116,11 +117,11 @@ def decode(
 
 def select_only(
     select: Any,
-    steps: int,
     scores: jax.Array,
     cache: sparse.Cache,
     lengths: jax.Array,
     x: jax.Array,
+    steps: int,
 ) -> tuple[sparse.Cache, jax.Array]:
     """The selections of some steps, from the same scores."""
 
@@ -167,18 +168,26 @@ def filled_cache(key: jax.Array, batch: int, context: int) -> sparse.Cache:
     )
 
 
+def compiled(runs: dict[str, Any], *given: Any) -> dict[str, Any]:
+    """The programs, lowered here, where accelerate_lax counts, and compiled at once."""
+    lowered = {}
+    for name, run in runs.items():
+        accelerated = name == "accelerate_lax"
+        with jax_topk.accelerate_lax() if accelerated else contextlib.nullcontext():
+            lowered[name] = jax.jit(run, donate_argnums=1).lower(*given)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = pool.map(lambda one: one.compile(), lowered.values())
+        return dict(zip(lowered, programs, strict=True))
+
+
 def measure(
-    name: str, run: Any, cache: sparse.Cache, *given: Any, repeats: int
+    program: Any, params: Any, cache: sparse.Cache, *given: Any, repeats: int
 ) -> tuple[sparse.Cache, float, float]:
     """The cache, which is donated, seconds of a run, and bytes of its program."""
-    inside = jax_topk.accelerate_lax() if name == "accelerate_lax" else None
-    params, *rest = given
-    with inside or contextlib.nullcontext():
-        program = jax.jit(run, donate_argnums=1).lower(params, cache, *rest).compile()
     times = []
     for turn in range(1 + repeats):
         start = time.perf_counter()
-        cache, _ = jax.block_until_ready(program(params, cache, *rest))
+        cache, _ = jax.block_until_ready(program(params, cache, *given))
         if turn:
             times.append(time.perf_counter() - start)
     memory = program.memory_analysis()
@@ -201,17 +210,14 @@ def case(
     x = jax.random.normal(jax.random.key(1), (batch, t, CONFIG.width), DTYPE)
     if phase == "selection":
         params = jax.random.normal(jax.random.key(2), (batch, 1, context), np.float32)
+    names = [*given.selections, *(["none"] if phase != "selection" else [])]
+    run = {"decode": decode, "selection": select_only, "prefill": prefill}[phase]
+    options = {} if phase == "prefill" else {"steps": steps}
+    runs = {name: functools.partial(run, SELECTIONS[name], **options) for name in names}
     rows = []
-    for name, select in SELECTIONS.items():
-        if name not in (*given.selections, "none"):
-            continue
-        run = {
-            "decode": functools.partial(decode, select, steps),
-            "selection": functools.partial(select_only, select, steps),
-            "prefill": functools.partial(prefill, select),
-        }[phase]
+    for name, program in compiled(runs, params, cache, lengths, x).items():
         cache, seconds, peak = measure(
-            name, run, cache, params, lengths, x, repeats=given.repeats
+            program, params, cache, lengths, x, repeats=given.repeats
         )
         step = seconds / steps
         rows.append(
@@ -225,7 +231,7 @@ def case(
                 "gigabytes": peak / 1e9,
             }
         )
-    rest = rows[-1]["us"]
+    rest = rows[-1]["us"] if phase != "selection" else 0.0
     slowest = rows[0]["us"]
     for row in rows:
         row["share"] = max(row["us"] - rest, 0) / row["us"]
@@ -250,8 +256,10 @@ def plot(rows: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     names = list(dict.fromkeys(row["selection"] for row in rows))
     figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
     for i, name in enumerate(names):
-        each = [row["us"] / 1e3 for row in rows if row["selection"] == name]
-        places = np.arange(len(sizes)) + (i - len(names) / 2 + 0.5) * 0.16
+        mine = [row for row in rows if row["selection"] == name]
+        each = [row["us"] / 1e3 for row in mine]
+        at = [sizes.index((r["phase"], r["batch"], r["context"])) for r in mine]
+        places = np.array(at) + (i - len(names) / 2 + 0.5) * 0.16
         label = "without a selection" if name == "none" else name
         axes.bar(places, each, 0.15, label=label)
     labels = [f"{phase}\n{batch} x {n // 1024} K" for phase, batch, n in sizes]
