@@ -241,7 +241,7 @@ def _custom_call(
     # partitioner: (..., 1) instead of (...). So would a page table of fewer axes, which
     # rows share only where nothing is partitioned. A workspace of one axis would be
     # split up.
-    shared = not _may_be_partitioned(ctx)
+    shared = not (paged and _may_be_partitioned(ctx))
 
     def expand(scores: jax.Array, *others: jax.Array) -> list[jax.Array]:
         rows, tables = _split(others, paged)
