@@ -136,10 +136,28 @@ def check_sharded(name):
         raise AssertionError(f"{name}, four of them: {found}")
 
 
+def check_paged(name):
+    """A table that rows share: as it is on one GPU, and for each row on four."""
+    for shape, rows, table in (("1x1x1", 32, "32,2048"), ("1x1x4", 8, "8,4,2048")):
+        mesh = Mesh(np.array(topology(name, shape).devices), ("rows",))
+        sharded = {"sharding": NamedSharding(mesh, P("rows"))}
+        scores = jax.ShapeDtypeStruct((32, 4, 131_072), np.float32, **sharded)
+        pages = jax.ShapeDtypeStruct((32, 2048), np.int32, **sharded)
+        select = jax.jit(lambda x, t: jax_topk.paged_top_k(x, 2048, t, page_size=64))
+        text = select.lower(scores, pages).compile().as_text()
+        found = re.findall(meshes.COLLECTIVES, text)
+        calls = re.findall(r".*custom_call_target=\"jax_topk_paged_\w+_v1\".*", text)
+        if found or len(calls) != 1 or f"f32[{rows},4,131072]" not in text:
+            raise AssertionError(f"{name}, pages on {shape}: {found}, {calls}")
+        if f"s32[{table}]" not in text:
+            raise AssertionError(f"{name}, pages on {shape}: {calls}")
+
+
 def main():
     for name in GPUS:
         got = check(name)
         check_sharded(name)
+        check_paged(name)
         print(f"{name}: {len(got)} programs, {got.count('split')} with split")
     print("compiled for every GPU")
 
