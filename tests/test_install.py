@@ -90,10 +90,10 @@ def test_the_version_is_that_of_the_build():
 
 def test_the_build_holds_the_handlers_that_it_registers():
     found = _ffi.registrations()
-    assert set(found["cpu"]) == {"jax_topk_cpu_v1"}
+    assert set(found["cpu"]) == {"jax_topk_cpu_v1", "jax_topk_paged_cpu_v1"}
     assert bool(_ffi.build_info()["cuda"]) == ("CUDA" in found)
     if "CUDA" in found:
-        assert set(found["CUDA"]) == {"jax_topk_row_v1", "jax_topk_split_v1"}
+        assert set(found["CUDA"]) == set(jax_topk.FFI_TARGETS) - set(found["cpu"])
         assert _ffi.build_info()["cuda_architectures"]
 
 
@@ -101,6 +101,8 @@ def test_the_public_surface():
     assert set(jax_topk.__all__) == {
         "top_k",
         "TopK",
+        "accelerate_lax",
+        "paged_top_k",
         "sharded_top_k",
         "FFI_TARGETS",
         "__version__",
