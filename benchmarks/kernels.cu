@@ -31,6 +31,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -104,8 +105,8 @@ enum Scores {
   kTwoValues,
   kEvery32nd,    // the best are in every 32nd column
   kLatePlateau,  // 4 % of equal scores at the end of the row, half of them selected
-  kSampleHigh,   // the best are half of the columns that the kernels sample
-  kSampleLow,    // the least are the columns that the kernels sample
+  kSampleHigh,   // the best are half of the columns that `row` and `split` sample
+  kSampleLow,    // the least are the columns that they sample
   kNumScores,
 };
 
@@ -140,12 +141,15 @@ __device__ float Normal(uint64_t hash) {
   return radius * cospif(2 * ((hash & 0xFFFFFF) * 0x1p-24f));
 }
 
-// Which of 4096 samples of the row the column is (SampleThreshold in select.cuh), or -1.
+// Which of 2048, 4096 or 8192 samples of a row the column is (SampleThreshold in
+// select.cuh), or -1.
 __device__ int64_t SampleAt(int64_t column, int64_t n) {
-  const int64_t guess = column * 4096 / n;
-  for (int64_t i = guess; i <= guess + 1; ++i) {
-    const int64_t jitter = (static_cast<uint32_t>(i) * 2654435761u) >> 16;
-    if ((i * n + (jitter * n >> 16)) >> 12 == column) return i;
+  for (int log_samples = 11; log_samples <= 13; ++log_samples) {
+    const int64_t guess = (column << log_samples) / n;
+    for (int64_t i = guess; i <= guess + 1; ++i) {
+      const int64_t jitter = (static_cast<uint32_t>(i) * 2654435761u) >> 16;
+      if ((i * n + (jitter * n >> 16)) >> log_samples == column) return i;
+    }
   }
   return -1;
 }
@@ -595,13 +599,21 @@ std::vector<Cell> AllCells(const Options& options) {
   return cells;
 }
 
+auto Fields(const Cell& cell) {
+  return std::make_tuple(cell.rows, cell.n, cell.k, cell.type, cell.sorted, cell.scores,
+                         cell.lengths);
+}
+
 std::vector<Cell> WantedCells(const Options& options) {
+  const std::vector<std::string> quick = {"decode", "prefill"};
+  const auto& groups = options.quick && options.cells.empty() ? quick : options.cells;
   std::vector<Cell> cells;
   for (const Cell& cell : AllCells(options)) {
-    const bool quick = std::strcmp(cell.group, "decode") == 0 ||
-                       std::strcmp(cell.group, "prefill") == 0;
-    if ((!options.quick || !options.cells.empty() || quick) &&
-        Among(options.cells, cell.group) && Among(options.k, cell.k) &&
+    // A problem of several groups is timed once.
+    const bool known = std::any_of(cells.begin(), cells.end(), [&](const Cell& other) {
+      return Fields(other) == Fields(cell);
+    });
+    if (!known && Among(groups, cell.group) && Among(options.k, cell.k) &&
         Among(options.rows, cell.rows) && Among(options.n, cell.n) &&
         Among(options.dtype, cell.Dtype()) && Among(options.order, cell.Order()) &&
         Among(options.scores, kScoresNames[cell.scores]) &&
@@ -718,8 +730,9 @@ Options Parse(int argc, char** argv) {
     }
   }
   if (options.geometry.size() > kGeometryFields) Usage("too many numbers");
-  if (!replays.empty())
+  if (!replays.empty()) {
     options.replays = static_cast<int>(std::max<int64_t>(replays[0], 1));
+  }
   return options;
 }
 
