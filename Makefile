@@ -32,7 +32,7 @@ help:
 	@echo 'make mutations    break the sources in many ways, and see tests turn red'
 	@echo 'make test-graphs  on a GPU: under four command-buffer modes'
 	@echo 'make sanitize     on a GPU: under compute-sanitizer'
-	@echo 'make bench        on a GPU, with nvcc: times the CUDA kernels'
+	@echo 'make bench        on a GPU, with nvcc: times kernels and programs'
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -67,12 +67,21 @@ mutations: $(INSTALLED)
 sanitize: $(INSTALLED)
 	@$(BIN)/python tests/sanitize.py --tools $(ARGS)
 
-bench: build/kernels
-	@build/kernels $(ARGS)
+# Kernels, then JAX, then tables and plots. The other names are for machines where
+# jax_topk is installed already, and for results to keep:
+#   make bench ARGS=--quick BENCH_PYTHON=python3 RESULTS=benchmarks/results/h200.jsonl
+BENCH_PYTHON = $(BIN)/python
+RESULTS = build/bench.jsonl
+bench: build/kernels $(if $(filter $(BIN)/%,$(BENCH_PYTHON)),$(INSTALLED))
+	@mkdir -p $(dir $(RESULTS)) && rm -f $(RESULTS)
+	@build/kernels --json $(RESULTS) $(ARGS)
+	@$(BENCH_PYTHON) benchmarks/jax_times.py --json $(RESULTS) $(ARGS)
+	@$(BENCH_PYTHON) -m pip install --quiet matplotlib
+	@$(BENCH_PYTHON) benchmarks/report.py $(RESULTS) --plots
 
 build/kernels: benchmarks/kernels.cu $(wildcard ffi/*.h ffi/*.cuh ffi/*.cu)
 	@mkdir -p build
-	nvcc -std=c++17 -O3 -arch=native -DJAX_TOPK_CUDA -o $@ $(filter %.cu,$^)
+	nvcc -std=c++17 -O3 -arch=native -t0 -DJAX_TOPK_CUDA -o $@ $(filter %.cu,$^)
 
 # XLA's CUDA compiler, in the version of jax. In a folder of its own: JAX would take the
 # plugin for a GPU.
