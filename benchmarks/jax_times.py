@@ -234,7 +234,9 @@ def arguments() -> argparse.Namespace:
         return [int(item) for item in text.split(",")]
 
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="one shape")
     for name in ("--rows", "--n", "--k"):

@@ -155,9 +155,11 @@ def machine(results: Results) -> str:
             f"{facts['gpu']}, {facts['sms']} SMs, at most {facts['max_mhz']:.0f} MHz, "
             f"driver {facts['driver']}, CUDA {facts['cuda']}; {facts['date']}, commit "
             f"{facts['commit'] or 'unknown'}.\nA kernel that only reads gets "
-            f"{facts['read_gbps']:.0f} GB/s out of its memory; clock and bus would "
-            f"allow {facts['pin_gbps']:.0f}.\n"
+            f"{facts['read_gbps']:.0f} GB/s out of its memory"
         )
+        if facts["pin_gbps"]:
+            text += f"; clock and bus would allow {facts['pin_gbps']:.0f}"
+        text += ".\n"
     if software:
         text += (
             f"jax_topk {software['jax_topk']}, jax {software['jax']}, Python "
@@ -536,6 +538,9 @@ def draw(results: Results) -> None:
         for public, cell, ours in results.pairs("decode", "prefill")
         if cell.k == 2048
     }
+    if not cells:
+        print("nothing to draw: no cell of k = 2048 was measured", file=sys.stderr)
+        return
 
     def save(figure: Any, name: str) -> None:
         path = results.stem.with_name(f"{results.stem.name}-{name}.svg")
