@@ -396,7 +396,8 @@ class Bench {
   Bench(const Cell& cell, Gpu* gpu) : cell_(cell), gpu_(*gpu) {
     lengths_ = cell.RowLengths();
     for (int64_t length : lengths_) touched_ += length * cell.ScoreBytes();
-    batch_bytes_ = cell.rows * cell.n * cell.ScoreBytes();
+    // Aligned, as XLA's buffers are.
+    batch_bytes_ = plan_internal::RoundUp(cell.rows * cell.n * cell.ScoreBytes(), 256);
     batches_ = gpu_.Batches(batch_bytes_, touched_);
     for (int64_t i = 0; i < batches_; ++i) {
       Fill<<<2048, 256>>>(Batch(i), cell.rows * cell.n, cell.n, cell.type, cell.scores,
