@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir
@@ -67,6 +68,8 @@ _jitted = jax.jit(top_k_p.bind, static_argnames=_STATIC)
 
 @top_k_p.def_impl
 def _impl(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    if not jax.config.jax_disable_jit:
+        return _jitted(*operands, **params)
     # Under a user's jax.disable_jit(), bind and impl would call each other for ever.
     with jax.disable_jit(False):
         return _jitted(*operands, **params)
@@ -115,7 +118,9 @@ batching.fancy_primitive_batchers[top_k_p] = _batch
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    values, indices = out = top_k_p.bind(*primals, **params)
+    # What a derivative needs of the forward pass: named, so that a checkpoint's policy
+    # may save it.
+    values, indices = out = checkpoint_name(top_k_p.bind(*primals, **params), "top_k")
     dvalues, dindices = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
     dscores = tangents[0]
     if type(dscores) is not ad.Zero and values.size and dscores.shape[-1] != 0:

@@ -52,7 +52,7 @@ OPERANDS = "ffi/operands.h"
 CPU = "ffi/cpu_top_k.cc"
 PRIMITIVE = "jax_topk/_primitive.py"
 REFERENCE = "jax_topk/_reference.py"
-TOP_K_PY = "jax_topk/_top_k.py"
+ARGUMENTS_PY = "jax_topk/_arguments.py"
 SHARDED_PY = "jax_topk/_sharded.py"
 PLAN_PY = "jax_topk/_plan.py"
 
@@ -698,7 +698,7 @@ _mutation(
 )
 _mutation(
     "lengths_beyond_int32_wrap",
-    TOP_K_PY,
+    ARGUMENTS_PY,
     "rows = xp.clip(rows, low, high).astype(np.int32)",
     "rows = rows.astype(np.int32)",
     "test_windows.py::test_lengths_beyond_int32_are_long_not_negative",
@@ -723,7 +723,7 @@ _mutation(
     "reference_ranks_padding_above_minus_inf",
     REFERENCE,
     "np.array(np.iinfo(rank.dtype).max, rank.dtype))",
-    "_to_rank(lax.full((), pad_value(scores.dtype), scores.dtype)) - 1)",
+    "to_rank(lax.full((), pad_value(scores.dtype), scores.dtype)) - 1)",
     PADDING + "[xla]",
     where="cpu",
 )
@@ -762,8 +762,8 @@ _mutation(
 _mutation(
     "second_derivative_over_shards_lost",
     SHARDED_PY,
-    "values = _differentiable(names, *primals)",
-    "values = primals[1]",
+    "    values = _differentiable(names, scores, values, indices)\n",
+    "",
     "test_sharded_top_k.py::test_derivatives_are_those_of_one_device",
     where="cpu",
 )
