@@ -203,20 +203,25 @@ def test_one_program_serves_equal_calls():
 CACHED = """
     import sys
     import jax, numpy as np, jax_topk
+    from jax_topk import _plan
 
+    folder, target = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from jax import monitoring
     events = []
     monitoring.register_event_listener(lambda name, **_: events.append(name))
+    if target != _plan.TARGETS["cpu"]:
+        handler = _plan.REGISTRATIONS["cpu"][_plan.TARGETS["cpu"]]
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+        jax.ffi.register_ffi_target_as_batch_partitionable(target)
+        _plan.TARGETS["cpu"] = target
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     one = np.arange(64, dtype=np.float32).reshape(4, 16)
     two = jax.device_put(one, rows)
-    select = jax.jit(lambda x: jax_topk.top_k(x, 3))
-    compiled = [select.lower(x).compile() for x in (one, two)]
     del events[:]
     compiled = [jax.jit(lambda x: jax_topk.top_k(x, 3, sorted=False)).lower(x).compile()
                 for x in (one, two)]
@@ -226,16 +231,70 @@ CACHED = """
 """
 
 
-def test_a_second_process_finds_the_programs_in_the_persistent_cache(tmp_path):
-    seen = []
-    for _ in range(2):
+def test_the_persistent_cache_serves_another_process_but_no_other_kernel(tmp_path):
+    def hits_and_misses(target):
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(CACHED), str(tmp_path)],
+            [sys.executable, "-c", textwrap.dedent(CACHED), str(tmp_path), target],
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        seen.append(done.stdout.split())
-    assert seen == [["0", "2"], ["2", "0"]]
+        return tuple(map(int, done.stdout.split()))
+
+    ours = jax_topk.FFI_TARGETS[0]
+    assert hits_and_misses(ours) == (0, 2)
+    assert hits_and_misses(ours) == (2, 0)
+    # What would change if the kernels took other operands: the name of their target.
+    assert hits_and_misses(ours + "1") == (0, 2)
+
+
+CHECKED = """
+    import jax, jax.numpy as jnp, numpy as np
+    from beartype import beartype
+    from jaxtyping import Array, Float32, Int32, install_import_hook, jaxtyped
+    from jax.sharding import AxisType, PartitionSpec as P
+
+    with install_import_hook("jax_topk", "beartype.beartype"):
+        from jax_topk import TopK, sharded_top_k, top_k
+
+    Best = tuple[Float32[Array, "rows k"], Int32[Array, "rows k"]]
+
+    @jaxtyped(typechecker=beartype)
+    def select(x: Float32[Array, "rows n"], lengths: Int32[Array, "rows"]) -> Best:
+        best: TopK = top_k(x, 5, lengths=lengths)
+        return best.values, best.indices
+
+    x, lengths = jnp.zeros((8, 80)), jnp.full(8, 3, np.int32)
+    for transform in (lambda f: f, jax.jit, jax.checkpoint):
+        transform(select)(x, lengths)
+    jax.vmap(select)(x[None], lengths[None])
+    jax.eval_shape(select, x, lengths)
+    jax.grad(lambda x: select(x, lengths)[0][:, :2].sum())(x)
+    top_k(np.zeros((2, 9), np.float32), 9, lengths=np.int64(3), starts=2, sorted=False)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x: sharded_top_k(x, 3, "x", lengths=4),
+        mesh=mesh, in_specs=P(None, "x"), out_specs=P(),
+    )
+    jax.jit(jax.grad(lambda x: sharded(x).values[:, :2].sum()))(x)
+    try:
+        top_k(x, "5")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_annotations_hold_under_a_run_time_type_checker():
+    # A user's with shapes, by jaxtyping, and all of the package's own.
+    pytest.importorskip("jaxtyping")
+    pytest.importorskip("beartype")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHECKED)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "TypeCheckError\n"), done.stderr
