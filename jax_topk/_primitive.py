@@ -68,8 +68,6 @@ _jitted = jax.jit(top_k_p.bind, static_argnames=_STATIC)
 
 @top_k_p.def_impl
 def _impl(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    if not jax.config.jax_disable_jit:
-        return _jitted(*operands, **params)
     # Under a user's jax.disable_jit(), bind and impl would call each other for ever.
     with jax.disable_jit(False):
         return _jitted(*operands, **params)
