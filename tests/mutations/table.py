@@ -768,6 +768,74 @@ _mutation(
     where="cpu",
 )
 _mutation(
+    "answer_without_a_name",
+    PRIMITIVE,
+    'checkpoint_name(top_k_p.bind(*primals, **params), "top_k")',
+    "top_k_p.bind(*primals, **params)",
+    "test_control_flow.py"
+    "::test_a_plain_checkpoint_selects_again_and_a_policy_does_not[cpu]",
+    where="cpu",
+)
+_mutation(
+    "answer_over_shards_without_a_name",
+    SHARDED_PY,
+    'checkpoint_name(answer, "top_k")',
+    "answer",
+    "test_sharded_top_k.py::test_a_saved_answer_is_not_gathered_again",
+    where="cpu",
+)
+_mutation(
+    "error_in_the_name_of_another_function",
+    SHARDED_PY,
+    'checked_k("sharded_top_k",',
+    'checked_k("top_k",',
+    "test_sharded_top_k.py::test_misuse_is_an_error_in_words[k_negative]",
+    where="cpu",
+)
+_mutation(
+    "attribute_renamed_and_the_target_not",
+    PRIMITIVE,
+    '{"k": np.int64(k), "sorted"',
+    '{"size": np.int64(k), "sorted"',
+    "test_export.py"
+    "::test_a_target_that_keeps_its_name_keeps_its_operands_and_attributes",
+    where="cpu",
+)
+_mutation(
+    "target_of_any_version",
+    PRIMITIVE,
+    "target = _plan.TARGETS[choice.implementation]",
+    'target = f"jax_topk_{choice.implementation}_v1"',
+    "test_jit.py::test_the_persistent_cache_serves_another_process_but_no_other_kernel",
+    where="cpu",
+)
+_mutation(
+    "width_compared_where_it_is_symbolic",
+    SHARDED_PY,
+    "if isinstance(n, int) and n > INT32.max:",
+    "if n > INT32.max:",
+    "test_export.py::test_sharded_top_k_lowers_for_any_rows_and_any_width",
+    where="cpu",
+)
+_mutation(
+    "annotation_that_does_not_hold",
+    SHARDED_PY,
+    "def _beyond(column: jax.Array, offset: jax.Array | int)",
+    "def _beyond(column: jax.Array, offset: int)",
+    "test_jit.py::test_annotations_hold_under_a_run_time_type_checker",
+    where="cpu",
+)
+_mutation(
+    "whole_rows_on_every_shard",
+    SHARDED_PY,
+    "    values, indices = top_k(scores, min(k, width), **local, sorted=False)\n",
+    "    whole = lax.all_gather(scores, names, axis=scores.ndim - 1, tiled=True)\n"
+    "    scores = lax.dynamic_slice_in_dim(whole, offset, width, -1)\n"
+    "    values, indices = top_k(scores, min(k, width), **local, sorted=False)\n",
+    "test_sharded_top_k.py::test_one_gather_of_k_values_and_k_indices_a_shard",
+    where="cpu",
+)
+_mutation(
     "most_of_each_device_fact_instead_of_the_least",
     PLAN_PY,
     "least = (min(facts) for facts",
