@@ -13,6 +13,7 @@ import meshes
 import numpy as np
 import oracle
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jax_topk
@@ -96,14 +97,30 @@ def test_strict_rank_and_dtype_promotion(platform, scores, lengths):
             top_k(scores, K, lengths=lengths, starts=lengths, **options)
 
 
-def test_strict_rank_and_dtype_promotion_over_shards(scores, lengths):
+def test_leak_checks_and_checkify_find_nothing(platform, scores, lengths):
+    def select(x):
+        return top_k(x, K, lengths=lengths)
+
+    with jax.checking_leaks():
+        oracle.check(jax.jit(select)(scores), scores, K, lengths)
+    checked = checkify.checkify(jax.jit(select), errors=checkify.all_checks)
+    error, result = checked(scores)
+    error.throw()
+    oracle.check(result, scores, K, lengths)
+
+
+def test_strict_rank_and_dtype_promotion_and_nan_checks_over_shards(scores, lengths):
     mesh = meshes.mesh(jax.devices("cpu"), (2, 2), ("x", "y"))
 
     @jax.shard_map(mesh=mesh, in_specs=(P(None, None, ("x", "y")), P()), out_specs=P())
     def select(x, lengths):
         return jax_topk.sharded_top_k(x, K, ("x", "y"), lengths=lengths)
 
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_nans(True),
+    ):
         oracle.check(jax.jit(select)(scores, lengths), scores, K, lengths)
         jax.jit(jax.grad(lambda x: select(x, lengths).values[..., 0].sum()))(scores)
 
