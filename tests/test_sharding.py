@@ -311,7 +311,6 @@ def test_lengths_over_another_axis_than_the_rows_are_right_all_the_same():
     oracle.check(jax.device_get(result), scores, K, lengths)
 
 
-@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
 def test_pmap_and_smap(devices, batch):
     scores, lengths, _ = batch
     count = len(devices)
