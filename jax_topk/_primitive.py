@@ -47,8 +47,12 @@ def bind_top_k(scores: jax.Array, *rows: jax.Array, **params: Any) -> list[jax.A
 
 
 def _spec(x: jax.Array) -> tuple[Any, ...]:
-    # A PartitionSpec with unreduced axes refuses to be indexed.
-    return jax.typeof(x).sharding.spec.partitions
+    return _partitions(jax.typeof(x).sharding.spec)
+
+
+def _partitions(spec: Any) -> tuple[Any, ...]:
+    # A PartitionSpec with unreduced axes refuses to be indexed. Public from 0.10.2 on.
+    return spec.partitions if hasattr(spec, "partitions") else spec._partitions
 
 
 def _reshard(x: jax.Array, spec: P, like: jax.Array) -> jax.Array:
@@ -63,7 +67,17 @@ def _reshard(x: jax.Array, spec: P, like: jax.Array) -> jax.Array:
 # Evaluation --------------------------------------------------------------------------
 
 _STATIC = ("k", "window", "sorted", "implementation", "geometry")
-_jitted = jax.jit(top_k_p.bind, static_argnames=_STATIC)
+
+
+def _evaluate(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    return top_k_p.bind(*operands, **params)
+
+
+# As jax marks its own primitives. Where jax.debug_nans finds a NaN it would otherwise
+# call the function anew, to see where in it, and so on for ever.
+_evaluate.__name__ = _evaluate.__qualname__ = "top_k"
+_evaluate.__dict__["_apply_primitive"] = True
+_jitted = jax.jit(_evaluate, static_argnames=_STATIC)
 
 
 @top_k_p.def_impl
@@ -89,7 +103,7 @@ def _abstract_eval(scores: Any, *rows: Any, k: int, **_: Any) -> tuple[Any, Any]
     values = scores.update(
         shape=(*scores.shape[:-1], k),
         weak_type=False,
-        sharding=scores.sharding.update(spec=P(*spec.partitions[:-1], None)),
+        sharding=scores.sharding.update(spec=P(*_partitions(spec)[:-1], None)),
         manual_axis_type=kinds[0].update(varying=varying),
     )
     return values, values.update(dtype=np.dtype(np.int32))

@@ -777,6 +777,14 @@ _mutation(
     where="cpu",
 )
 _mutation(
+    "eager_calls_not_marked_as_a_primitive",
+    PRIMITIVE,
+    '_evaluate.__dict__["_apply_primitive"] = True\n',
+    "",
+    "test_jit.py::test_nans_are_reported_where_jax_is_asked_to[cpu]",
+    where="cpu",
+)
+_mutation(
     "answer_over_shards_without_a_name",
     SHARDED_PY,
     'checkpoint_name(answer, "top_k")',
