@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the tests of transforms with each minor version of jax that is supported.
 
-    python tests/versions.py [--passed FOLDER] [argument of pytest] ...
+    python tests/versions.py [--passed FOLDER] [--jax VERSION] [argument of pytest] ...
 
 Each version gets an environment of its own in build/, and the first Python of the
 machine that there are packages for: one on PATH, or one that pyenv keeps. A version
 without a Python is named, and is no failure. `--passed` is an environment in which
-all tests have passed before: its version of jax is left out.
+all tests have passed before: its version of jax is left out. `--jax`, also more than
+once, names what to take in place of all: `--jax 0.10.0`.
 """
 
 import argparse
@@ -86,11 +87,13 @@ def tested(jax, executable, arguments):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--passed", type=pathlib.Path)
+    parser.add_argument("--jax", action="append")
     options, arguments = parser.parse_known_args()
     before = versions(ROOT / options.passed) if options.passed else []
 
     passed, lines = True, []
-    for jax, pythons in PYTHONS.items():
+    for jax in options.jax or PYTHONS:
+        pythons = PYTHONS[".".join(jax.split(".")[:2])]
         if before and before[0].startswith(f"{jax}."):
             line = f"jax {' on Python '.join(before)}: passed before, all tests"
         elif executable := next(filter(None, map(python, pythons)), ""):
