@@ -3,22 +3,26 @@
 # `make demo` and `make test` each need nothing but Python 3.11 or newer and a C++
 # compiler: they create .venv, compile and install the package into it, and run.
 #   PYTHON=python3.12    another Python
+#   VENV=build/other     another environment than .venv
+#   JAX="jax==0.11.*"    another version of jax than the newest for that Python
 #   ARGS="-k lengths"    handed to pytest, or to the demo
 #   INSTALL="-C cmake.define.CMAKE_CUDA_ARCHITECTURES=90"    handed to pip; this one
 #                        compiles for one GPU architecture in place of all
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+JAX ?= jax
+BIN := $(VENV)/bin
 
 # With an NVIDIA GPU at hand, jax comes with its CUDA plugin, to run on that GPU.
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 EXTRAS := test$(shell echo ,)examples$(if $(GPU),$(shell echo ,)cuda13)
-INSTALLED := .venv/installed-$(if $(GPU),gpu,cpu)
+INSTALLED := $(VENV)/installed-$(if $(GPU),gpu,cpu)
 GRAPH_MODES := graphs-default graphs-every-call graphs-while graphs-off
 CPP := $(wildcard ffi/*.h ffi/*.cuh ffi/*.cc ffi/*.cu benchmarks/*.cu)
 
-.PHONY: help demo example test test-graphs $(GRAPH_MODES) fuzz mutations sanitize bench lint \
-  format clean
+.PHONY: help demo example test test-versions test-graphs $(GRAPH_MODES) fuzz \
+  mutations sanitize bench lint format clean
 
 help:
 	@echo 'make demo    select from real scores, check the answer, time it'
@@ -31,9 +35,10 @@ help:
 	@echo
 	@echo 'docs/testing.md says what these are for:'
 	@echo 'make mutations    break the sources in many ways, and see tests turn red'
+	@echo 'make test-versions  the tests of transforms with each version of jax'
 	@echo 'make test-graphs  on a GPU: under four command-buffer modes'
 	@echo 'make sanitize     on a GPU: under compute-sanitizer'
-	@echo 'make bench        on a GPU, with nvcc: times the CUDA kernels'
+	@echo 'make bench        on a GPU, with nvcc: times kernels and programs'
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -42,10 +47,16 @@ example: $(INSTALLED)
 	@$(BIN)/python examples/sparse_attention.py $(ARGS)
 
 # Without a GPU, programs are compiled for GPUs all the same, where XLA can do so.
-COMPILE_ONLY := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),.venv/compile-only))
+COMPILE_ONLY := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),$(VENV)/compile-only))
 
 test: $(INSTALLED) $(COMPILE_ONLY)
 	@$(if $(COMPILE_ONLY),JAX_TOPK_REQUIRE_COMPILE_ONLY=1) $(BIN)/python -m pytest $(ARGS)
+
+# The tests of transforms with each minor version of jax for which a Python is found.
+# Without a GPU to run on, kernels for one architecture will do.
+ONE_GPU := $(if $(GPU),,-C cmake.define.CMAKE_CUDA_ARCHITECTURES=90-real)
+test-versions:
+	@INSTALL='$(or $(INSTALL),$(ONE_GPU))' $(PYTHON) tests/versions.py $(ARGS)
 
 # What graphs can break, in each of XLA's modes of recording them; -j4 runs all at once.
 GRAPH_TESTS := $(patsubst %,tests/test_%.py,row_state geometry jit vmap ad control_flow)
@@ -71,34 +82,43 @@ mutations: $(INSTALLED)
 sanitize: $(INSTALLED)
 	@$(BIN)/python tests/sanitize.py --tools $(ARGS)
 
-bench: build/kernels
-	@build/kernels $(ARGS)
+# Kernels, then JAX, then tables and plots. The other names are for machines where
+# jax_topk is installed already, and for results to keep:
+#   make bench ARGS=--quick BENCH_PYTHON=python3 RESULTS=benchmarks/results/h200.jsonl
+BENCH_PYTHON = $(BIN)/python
+RESULTS = build/bench.jsonl
+bench: build/kernels $(if $(filter $(BIN)/%,$(BENCH_PYTHON)),$(INSTALLED))
+	@mkdir -p $(dir $(RESULTS)) && rm -f $(RESULTS)
+	@build/kernels --json $(RESULTS) $(ARGS)
+	@$(BENCH_PYTHON) benchmarks/jax_times.py --json $(RESULTS) $(ARGS)
+	@$(BENCH_PYTHON) -m pip install --quiet matplotlib
+	@$(BENCH_PYTHON) benchmarks/report.py $(RESULTS) --plots
 
 build/kernels: benchmarks/kernels.cu $(wildcard ffi/*.h ffi/*.cuh ffi/*.cu)
 	@mkdir -p build
-	nvcc -std=c++17 -O3 -arch=native -DJAX_TOPK_CUDA -o $@ $(filter %.cu,$^)
+	nvcc -std=c++17 -O3 -arch=native -t0 -DJAX_TOPK_CUDA -o $@ $(filter %.cu,$^)
 
 # XLA's CUDA compiler, in the version of jax. In a folder of its own: JAX would take the
 # plugin for a GPU.
-.venv/compile-only: | $(INSTALLED)
+$(VENV)/compile-only: | $(INSTALLED)
 	@echo "installing XLA's CUDA compiler into $@"
 	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
 	rm -rf $@.part && $(BIN)/python -m pip install --quiet --no-deps --target $@.part \
 	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version && mv $@.part $@
 
-lint: .venv/linters
+lint: $(VENV)/linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: .venv/linters
+format: $(VENV)/linters
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Compiles in a build environment of pip's own, which brings the CUDA compiler. The
@@ -109,14 +129,14 @@ $(INSTALLED): CMakeLists.txt pyproject.toml $(wildcard ffi/*)
 	  "jax_topk needs Python 3.11 or newer and $(PYTHON) is %d.%d: name another " \
 	  "one, as in: make PYTHON=python3.12" % sys.version_info[:2])'
 	@if [ ! -x $(BIN)/pip ]; then \
-	  echo "creating .venv"; \
-	  $(PYTHON) -m venv --clear .venv && \
+	  echo "creating $(VENV)"; \
+	  $(PYTHON) -m venv --clear $(VENV) && \
 	  $(BIN)/python -m pip install --quiet --upgrade pip; \
 	fi
-	@echo "installing jax, and compiling jax_topk for CPU and CUDA (a few minutes)"
+	@echo "installing jax, and compiling jax_topk (a few minutes)"
 	@start=$$(date +%s) && \
-	$(BIN)/python -m pip install --quiet -C build-dir=build/venv $(INSTALL) \
-	  --editable '.[$(EXTRAS)]' && \
+	$(BIN)/python -m pip install --quiet -C build-dir=$(VENV)/build $(INSTALL) \
+	  --editable '.[$(EXTRAS)]' '$(JAX)' && \
 	$(BIN)/python -c 'import os, sys; from jax_topk import _ffi; \
 	  cuda = _ffi.build_info()["cuda"]; \
 	  print("installed in %s s, %s; the extension has %.1f MB" % ( \
@@ -124,7 +144,7 @@ $(INSTALLED): CMakeLists.txt pyproject.toml $(wildcard ffi/*)
 	    os.path.getsize(_ffi.__file__) / 1e6))' $$(($$(date +%s) - start))
 	@touch $@
 
-.venv/linters: pyproject.toml | $(INSTALLED)
+$(VENV)/linters: pyproject.toml | $(INSTALLED)
 	@echo "installing the linters"
 	@$(BIN)/python -m pip install --quiet --group lint
 	@touch $@

@@ -247,14 +247,14 @@ def case(
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     sizes = list(dict.fromkeys((r["phase"], r["batch"], r["context"]) for r in rows))
     names = list(dict.fromkeys(row["selection"] for row in rows))
-    figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
     for i, name in enumerate(names):
         mine = [row for row in rows if row["selection"] == name]
         each = [row["us"] / 1e3 for row in mine]
@@ -267,7 +267,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     axes.set(yscale="log", ylabel="ms", title=title)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
+    pyplot.close(figure)
 
 
 def main() -> None:

@@ -298,12 +298,12 @@ def training(data: np.ndarray, steps: int, chunk: int = 20) -> tuple[Any, Any, b
 
 
 def plot(history: Any, path: pathlib.Path) -> None:
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     language = [row for row in history if row["phase"] == "language"]
     indexer = [row for row in history if row["phase"] == "indexer"]
     axes[0].plot([r["step"] for r in language], [r["loss"] for r in language])
@@ -317,7 +317,7 @@ def plot(history: Any, path: pathlib.Path) -> None:
     axes[2].set(title=title, xlabel="step")
     axes[2].legend()
     figure.savefig(path, dpi=130)
-    plt.close(figure)
+    pyplot.close(figure)
     print(f"written: {path}")
 
 

@@ -14,15 +14,10 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_topk._top_k import (
-    TopK,
-    _checked_integers,
-    _checked_scores,
-    _name,
-    top_k_with_geometry,
-)
+from jax_topk._arguments import INT32, checked_integers, checked_scores, name_of
+from jax_topk._top_k import TopK, top_k_with_geometry
 
-_INT32_MAX = np.iinfo(np.int32).max
+_INT32_MAX = int(INT32.max)
 
 
 def paged_top_k(
@@ -101,7 +96,7 @@ def paged_top_k(
         [[1 3]
          [5 7]]
     """
-    scores = _checked_scores(scores)
+    scores = checked_scores("paged_top_k", scores)
     pages = _checked_pages(scores, page_table, page_size, offsets, lengths is not None)
     return top_k_with_geometry(
         scores,
@@ -111,6 +106,7 @@ def paged_top_k(
         sorted=sorted,
         implementation=implementation,
         pages=pages,
+        function="paged_top_k",
     )
 
 
@@ -130,7 +126,7 @@ def _checked_pages(
             f"offsets; got page_size={page_size!r} {got}"
         )
     if offsets is not None:  # one page, that never ends, at any slot
-        table = _checked_integers("offsets", offsets, got)[..., None]
+        table = checked_integers("paged_top_k", "offsets", offsets, got)[..., None]
         _check_axes("offsets", table, scores, f"offsets.shape={table.shape[:-1]} {got}")
         return table, (_INT32_MAX, 1)
 
@@ -143,14 +139,14 @@ def _checked_pages(
     if size is None:
         raise TypeError(
             "paged_top_k requires page_size to be a static int; got "
-            f"{_name(page_size)} {got}"
+            f"{name_of(page_size)} {got}"
         )
     if not 1 <= size <= _INT32_MAX:
         raise ValueError(
             f"paged_top_k requires page_size to be from 1 to {_INT32_MAX}; got "
             f"page_size={size} {got}"
         )
-    table = _checked_integers("page_table", page_table, got)
+    table = checked_integers("paged_top_k", "page_table", page_table, got)
     got = f"page_table.shape={table.shape} {got}"
     if not table.ndim:
         raise ValueError(

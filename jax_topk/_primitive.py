@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir
@@ -61,8 +62,12 @@ def _split(others: Any, paged: bool) -> tuple[Any, Any]:
 
 
 def _spec(x: jax.Array) -> tuple[Any, ...]:
-    # A PartitionSpec with unreduced axes refuses to be indexed.
-    return jax.typeof(x).sharding.spec.partitions
+    return _partitions(jax.typeof(x).sharding.spec)
+
+
+def _partitions(spec: Any) -> tuple[Any, ...]:
+    # A PartitionSpec with unreduced axes refuses to be indexed. Public from 0.10.2 on.
+    return spec.partitions if hasattr(spec, "partitions") else spec._partitions
 
 
 def _reshard(x: jax.Array, spec: P, like: jax.Array) -> jax.Array:
@@ -77,7 +82,17 @@ def _reshard(x: jax.Array, spec: P, like: jax.Array) -> jax.Array:
 # Evaluation --------------------------------------------------------------------------
 
 _STATIC = ("k", "window", "paging", "sorted", "implementation", "geometry")
-_jitted = jax.jit(top_k_p.bind, static_argnames=_STATIC)
+
+
+def _evaluate(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    return top_k_p.bind(*operands, **params)
+
+
+# As jax marks its own primitives. Where jax.debug_nans finds a NaN it would otherwise
+# call the function anew, to see where in it, and so on for ever.
+_evaluate.__name__ = _evaluate.__qualname__ = "top_k"
+_evaluate.__dict__["_apply_primitive"] = True
+_jitted = jax.jit(_evaluate, static_argnames=_STATIC)
 
 
 @top_k_p.def_impl
@@ -103,7 +118,7 @@ def _abstract_eval(scores: Any, *rows: Any, k: int, **_: Any) -> tuple[Any, Any]
     values = scores.update(
         shape=(*scores.shape[:-1], k),
         weak_type=False,
-        sharding=scores.sharding.update(spec=P(*spec.partitions[:-1], None)),
+        sharding=scores.sharding.update(spec=P(*_partitions(spec)[:-1], None)),
         manual_axis_type=kinds[0].update(varying=varying),
     )
     return values, values.update(dtype=np.dtype(np.int32))
@@ -130,6 +145,8 @@ batching.fancy_primitive_batchers[top_k_p] = _batch
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    # What a derivative needs of the forward pass is named, so that the policy of a
+    # checkpoint may save it.
     dscores, paging = tangents[0], params["paging"]
     moves = type(dscores) is not ad.Zero
     if moves and paging is not None:
@@ -138,10 +155,12 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         scores, *rows, table = primals
         params = {**params, "paging": (paging[0], paging[0])}
         itself = lax.iota(np.int32, table.shape[-1])
-        values, columns = bind_top_k(scores, *rows, itself, **params)
+        out = bind_top_k(scores, *rows, itself, **params)
+        values, columns = checkpoint_name(out, "top_k")
         out = [values, slots_of(columns, table, paging)]
     else:
-        out = values, columns = top_k_p.bind(*primals, **params)
+        out = checkpoint_name(top_k_p.bind(*primals, **params), "top_k")
+        values, columns = out
     dvalues, dindices = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
     if moves and values.size and dscores.shape[-1] != 0:
         padded = params["window"] or paging is not None

@@ -42,7 +42,7 @@ def top_k_reference(
     """
     rows = others[: len(window)]
     n = scores.shape[-1]
-    rank = _to_rank(scores)
+    rank = to_rank(scores)
     # Made from an operand, the columns carry its sharding, as lax.sort wants.
     column = lax.full_like(rank, 0, np.int32)
     column += lax.broadcasted_iota(np.int32, rank.shape, rank.ndim - 1)
@@ -72,8 +72,8 @@ def top_k_reference(
         column, rank = lax.sort((column, rank), dimension=-1, num_keys=1)
 
     padding = column == _OUTSIDE
-    pad_rank = _to_rank(lax.full((), pad_value(scores.dtype), scores.dtype))
-    values = _from_rank(jnp.where(padding, pad_rank, rank), scores.dtype)
+    pad_rank = to_rank(lax.full((), pad_value(scores.dtype), scores.dtype))
+    values = from_rank(jnp.where(padding, pad_rank, rank), scores.dtype)
     indices = jnp.where(padding, -1, column)
     return values, slots_of(indices, others[-1], paging) if paging else indices
 
@@ -130,7 +130,7 @@ def pad_value(dtype: np.dtype) -> np.ndarray:
 # further behind. The sign stays, so a flip undoes itself.
 
 
-def _num_bits(dtype: np.dtype) -> int:
+def num_bits_of(dtype: np.dtype) -> int:
     if dtype == np.bool_:
         return 8
     floating = jnp.issubdtype(dtype, np.floating)
@@ -143,7 +143,7 @@ def _has_sign(dtype: np.dtype) -> bool:
 
 
 def _flip(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    sign = 1 << (_num_bits(dtype) - 1)
+    sign = 1 << (num_bits_of(dtype) - 1)
     if not _has_sign(dtype):
         return bits ^ np.array(2 * sign - 1, bits.dtype)
     flipped = bits ^ np.array(sign - 1, bits.dtype)
@@ -159,8 +159,8 @@ def _turn_negatives(bits: jax.Array, step: int) -> jax.Array:
     return jnp.where(bits < sign, bits, turned)
 
 
-def _to_rank(scores: jax.Array) -> jax.Array:
-    dtype, num_bits = scores.dtype, _num_bits(scores.dtype)
+def to_rank(scores: jax.Array) -> jax.Array:
+    dtype, num_bits = scores.dtype, num_bits_of(scores.dtype)
     if dtype == np.bool_:
         bits = scores.astype(np.uint8)
     else:
@@ -171,12 +171,12 @@ def _to_rank(scores: jax.Array) -> jax.Array:
     return _turn_negatives(rank, -1) if dtype.name.endswith("fnuz") else rank
 
 
-def _from_rank(rank: jax.Array, dtype: np.dtype) -> jax.Array:
+def from_rank(rank: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype.name.endswith("fnuz"):
         rank = _turn_negatives(rank, 1)
     bits = _flip(rank, dtype)
     if dtype == np.bool_:
         return bits.astype(np.bool_)
     return lax.bitcast_convert_type(
-        bits.astype(jnp.dtype(f"uint{_num_bits(dtype)}")), dtype
+        bits.astype(jnp.dtype(f"uint{num_bits_of(dtype)}")), dtype
     )

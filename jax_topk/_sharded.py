@@ -15,14 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_topk import _top_k
-from jax_topk._primitive import WINDOW
-from jax_topk._reference import _from_rank, _num_bits, _to_rank, empty_top_k
+from jax_topk._arguments import (
+    INT32,
+    checked_k,
+    checked_scores,
+    checked_sorted,
+    checked_window,
+)
+from jax_topk._reference import empty_top_k, from_rank, num_bits_of, to_rank
 from jax_topk._top_k import TopK, top_k
-
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 def sharded_top_k(
@@ -85,17 +89,17 @@ def sharded_top_k(
          [27 26 25]]
     """
     names = _checked_names(axis_name)
-    scores = _top_k._checked_scores(scores)
-    k = _top_k._checked_k(k, scores, ragged=True)
+    scores = checked_scores("sharded_top_k", scores)
+    k = checked_k("sharded_top_k", k, scores, ragged=True)
     width, shards = scores.shape[-1], math.prod(map(lax.axis_size, names))
     got = (
         f"(scores.shape={scores.shape} on each of {shards} shards over {names!r}, "
         f"k={k})"
     )
     n = width * shards
-    if n > _INT32_MAX:
+    if isinstance(n, int) and n > INT32.max:
         raise ValueError(
-            f"sharded_top_k requires at most {_INT32_MAX} columns in all shards, as "
+            f"sharded_top_k requires at most {INT32.max} columns in all shards, as "
             f"indices are int32; got {n} {got}"
         )
     if lengths is None and k > n:
@@ -103,19 +107,11 @@ def sharded_top_k(
             "sharded_top_k requires k to be at most the number of columns in all "
             f"shards, {n}, unless lengths is given; got k={k} {got}"
         )
-    if not isinstance(sorted, bool | np.bool_):
-        raise TypeError(
-            "sharded_top_k requires sorted to be a static bool; got "
-            f"{_top_k._name(sorted)} {got}"
-        )
-    given = {
-        name: _top_k._checked_rows(name, rows, scores, got)
-        for name, rows in zip(WINDOW, (lengths, starts), strict=True)
-        if rows is not None
-    }
+    sorted = checked_sorted("sharded_top_k", sorted, got)
+    given = checked_window("sharded_top_k", lengths, starts, scores, got)
     if 0 in (k, *scores.shape):  # nothing to gather
         return TopK(*empty_top_k(scores, k=k))
-    values, indices = _select(k, names, bool(sorted), lax.stop_gradient(scores), given)
+    values, indices = _select(k, names, sorted, lax.stop_gradient(scores), given)
     if jnp.issubdtype(scores.dtype, np.inexact):
         values: Any = _differentiable(names, scores, values, indices)
     return TopK(values, indices)
@@ -207,7 +203,9 @@ def _differentiable(
 
 @_differentiable.defjvp
 def _jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
-    *_, indices = primals
+    scores, *answer = primals
+    # As in top_k: what a checkpoint's policy may save.
+    values, indices = checkpoint_name(answer, "top_k")
     dscores = tangents[0]
     # Every tangent is with one device. The sum's transpose leaves all where it is.
     width = dscores.shape[-1]
@@ -216,7 +214,7 @@ def _jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
     places = jnp.clip(places, 0, width - 1)
     picked = jnp.take_along_axis(dscores, places, -1, mode="promise_in_bounds")
     # Called anew, so that the values have a second derivative too.
-    values = _differentiable(names, *primals)
+    values = _differentiable(names, scores, values, indices)
     return values, lax.psum(jnp.where(mine, picked, 0), names)
 
 
@@ -228,8 +226,8 @@ def _window(
     """First column and the one past the last, not yet clamped; nothing overflows."""
     first = jnp.zeros(shape[:-1], np.int32) if starts is None else starts
     if lengths is None:
-        return first, jnp.full_like(first, _INT32_MAX)
-    room = _INT32_MAX - jnp.maximum(first, 0)
+        return first, jnp.full_like(first, INT32.max)
+    room = INT32.max - jnp.maximum(first, 0)
     return first, first + jnp.minimum(jnp.maximum(lengths, 0), room)
 
 
@@ -267,8 +265,8 @@ def _rotated(packed: jax.Array, shift: jax.Array) -> jax.Array:
 
 
 def _pack(values: jax.Array, indices: jax.Array) -> jax.Array:
-    rank = _to_rank(values)
-    word = jnp.dtype(f"uint{min(_num_bits(rank.dtype), 32)}")
+    rank = to_rank(values)
+    word = jnp.dtype(f"uint{min(num_bits_of(rank.dtype), 32)}")
 
     def planes(x: jax.Array) -> jax.Array:
         words = lax.bitcast_convert_type(x, word)
@@ -278,7 +276,7 @@ def _pack(values: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _unpack(packed: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    num_bits = max(_num_bits(dtype), 8)
+    num_bits = max(num_bits_of(dtype), 8)
 
     def joined(planes: jax.Array, dtype: Any) -> jax.Array:
         words = planes.mT if planes.shape[-2] > 1 else planes[..., 0, :]
@@ -286,4 +284,4 @@ def _unpack(packed: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
 
     split = max(num_bits // 32, 1)
     rank = joined(packed[..., :split, :], f"uint{num_bits}")
-    return _from_rank(rank, dtype), joined(packed[..., split:, :], np.int32)
+    return from_rank(rank, dtype), joined(packed[..., split:, :], np.int32)

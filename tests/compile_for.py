@@ -22,19 +22,19 @@ import re
 import jax
 import meshes
 import numpy as np
+from devices import DEVICES, plan
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_topk
-from jax_topk import _ffi
 
-# Compute capability, SMs, shared memory that a block may opt in to, of an SM; GB.
+# What XLA wants to know besides: shared memory of an SM, threads of an SM, GB.
 GPUS = {
-    "NVIDIA GB10": (12, 1, 48, 101376, 102400, 128),
-    "NVIDIA A100-SXM4-80GB": (8, 0, 108, 166912, 167936, 80),
-    "NVIDIA H200": (9, 0, 132, 232448, 233472, 141),
-    "NVIDIA B200": (10, 0, 148, 232448, 233472, 180),
+    "GB10": (102400, 1536, 128),
+    "A100": (167936, 2048, 80),
+    "H200": (233472, 2048, 141),
+    "B200": (233472, 2048, 180),
 }
 TARGET = """
 gpu_device_info {{
@@ -58,7 +58,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
-device_description_str: "{name}"
+device_description_str: "NVIDIA {name}"
 """
 # Rows, columns, k: what is short, long, wide and of the largest k.
 PROBLEMS = [(1, 1000, 5), (1, 131_072, 2048), (8, 400_009, 512), (512, 131_072, 2048)]
@@ -66,16 +66,17 @@ PROBLEMS += [(1, 2_000_000, 4096), (70_000, 300, 64)]
 
 
 def topology(name, shape="1x1x1"):
-    major, minor, sms, optin, per_sm, memory = GPUS[name]
+    capability, sms, optin = DEVICES[name]
+    per_sm, threads, memory = GPUS[name]
     config = TARGET.format(
         name=name,
-        major=major,
-        minor=minor,
+        major=capability // 10,
+        minor=capability % 10,
         sms=sms,
         optin=optin,
         per_sm=per_sm,
         memory=memory,
-        threads=1536 if major == 12 else 2048,
+        threads=threads,
     )
     return topologies.get_topology_desc(
         platform="cuda", target_config=config, topology=shape
@@ -96,24 +97,14 @@ def compiled(devices, rows, n, k, dtype, **options):
 
 def check(name):
     """Compiles each problem for a GPU; returns the implementations it got."""
-    major, minor, sms, optin, *_ = GPUS[name]
     devices = topology(name).devices
     facts = devices[0].core_count, devices[0].shared_memory_per_block_optin
-    if facts != (sms, optin):
-        raise AssertionError(f"{name}: JAX reports {facts}, not {(sms, optin)}")
+    if facts != DEVICES[name][1:]:
+        raise AssertionError(f"{name}: JAX reports {facts}, not {DEVICES[name][1:]}")
     got = []
     for rows, n, k in PROBLEMS:
         for dtype in (np.float32, jax.numpy.bfloat16):
-            made = _ffi.plan(
-                rows=rows,
-                n=n,
-                k=k,
-                dtype=np.dtype(dtype).name,
-                platform="cuda",
-                compute_capability=10 * major + minor,
-                num_sms=sms,
-                shared_memory_bytes=optin,
-            )
+            made = plan(name, rows, n, k, np.dtype(dtype).name)
             program = compiled(devices, rows, n, k, dtype, sorted=False)
             text = program.as_text()
             targets = re.findall(r'custom_call_target="(\w+)"', text)
@@ -153,11 +144,41 @@ def check_paged(name):
             raise AssertionError(f"{name}, pages on {shape}: {calls}")
 
 
+def check_sharded_columns(name):
+    """Columns over four GPUs: k candidates of each are gathered, an axis at a time."""
+    rows, n, k = 8, 524_288, 2048
+    devices = topology(name, "1x1x4").devices
+    for shape, names in (((4,), ("x",)), ((2, 2), ("x", "y"))):
+        mesh = meshes.mesh(devices, shape, names)
+        select = jax.shard_map(
+            lambda x, r, names=names: jax_topk.sharded_top_k(x, k, names, lengths=r),
+            mesh=mesh,
+            in_specs=(P(None, names), P()),
+            out_specs=P(),
+        )
+        operands = [
+            jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+            for size, dtype, spec in (
+                ((rows, n), np.float32, P(None, names)),
+                ((rows,), np.int32, P()),
+            )
+        ]
+        program = jax.jit(select).lower(*operands).compile()
+        found = meshes.moved(program)
+        want = [("all-gather", rows * 2 * k * size) for size in shape[::-1]]
+        if [(name, meshes.elements(made)) for name, made in found] != want:
+            raise AssertionError(f"{name}, {names} over four of them: {found}")
+        targets = re.findall(r'custom_call_target="(jax_topk_\w+)"', program.as_text())
+        if len(targets) != 1 + len(names):
+            raise AssertionError(f"{name}, {names} over four of them: {targets}")
+
+
 def main():
     for name in GPUS:
         got = check(name)
         check_sharded(name)
         check_paged(name)
+        check_sharded_columns(name)
         print(f"{name}: {len(got)} programs, {got.count('split')} with split")
     print("compiled for every GPU")
 

@@ -45,3 +45,9 @@ def moved(compiled):
     text = compiled.as_text()
     assert "ENTRY" in text
     return [(found[2], found[1]) for found in _COLLECTIVE.finditer(text)]
+
+
+def elements(shape):
+    """How many elements XLA's words for a shape say; of several arrays, the last's."""
+    dims = re.findall(r"\w+\[([\d,]*)\]", shape)[-1]
+    return math.prod(int(size) for size in dims.split(",") if size)

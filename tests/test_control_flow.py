@@ -75,6 +75,8 @@ def test_a_plain_checkpoint_selects_again_and_a_policy_does_not(platform, scores
         (None, 2),
         (policies.nothing_saveable, 2),
         (policies.everything_saveable, 1),
+        (policies.save_only_these_names("top_k"), 1),
+        (policies.save_any_names_but_these("top_k"), 2),
         (keep, 1),
     ):
         gradient = jax.grad(jax.checkpoint(loss, policy=policy))

@@ -21,8 +21,9 @@ import numpy as np
 import oracle
 import pytest
 import raw_calls
+from devices import DEVICES, plan
 from implementations import Implementation
-from test_plan import DEVICES, native_ks, plan, rows, scale, widths
+from test_plan import native_ks, rows, scale, widths
 
 from jax_topk import _ffi, _plan
 
@@ -149,7 +150,7 @@ def test_programs_compile_for_gb10_a100_h200_and_b200():
     if COMPILE_ONLY.is_dir():
         command.append(str(COMPILE_ONLY))
     elif importlib.util.find_spec("jax_cuda13_plugin") is None:
-        reason = f"needs XLA's CUDA compiler: `make {COMPILE_ONLY.name}` gets it"
+        reason = f"needs XLA's CUDA compiler: `make .venv/{COMPILE_ONLY.name}` gets it"
         if os.environ.get("JAX_TOPK_REQUIRE_COMPILE_ONLY") == "1":
             pytest.fail(f"JAX_TOPK_REQUIRE_COMPILE_ONLY=1, but it {reason}")
         pytest.skip(reason)

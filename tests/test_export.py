@@ -2,6 +2,7 @@
 """Programs that leave the process: for other platforms, shapes and versions of jax."""
 
 import pathlib
+import re
 import sys
 
 import inputs
@@ -46,19 +47,19 @@ def test_an_export_for_cpu_and_cuda_reloads_and_selects_on_cpu(windowed):
     oracle.check(result, scores, 64, lengths)
 
 
-def test_an_export_of_any_number_of_rows_reloads():
+@pytest.mark.parametrize("others", [(), ("cpu", "cuda")], ids=["alone", "with-others"])
+def test_an_export_of_any_number_of_rows_reloads(platform, others):
     (rows,) = export.symbolic_shape("rows")
     exported = export.export(
         jax.jit(lambda x: tuple(jax_topk.top_k(x, 64))),
-        platforms=("cpu", "cuda"),
+        platforms=others or (platform,),
         disabled_checks=disabled_checks(),
     )(jax.ShapeDtypeStruct((rows, 2000), np.float32))
     reloaded = export.deserialize(bytearray(exported.serialize()))
     for count in (1, 7):
         scores = inputs.generator(count).standard_normal((count, 2000))
         scores = scores.astype(np.float32)
-        operand = jax.device_put(scores, jax.devices("cpu")[0])
-        oracle.check(jax.device_get(reloaded.call(operand)), scores, 64)
+        oracle.check(jax.device_get(reloaded.call(scores)), scores, 64)
 
 
 def test_an_export_without_the_published_names_is_refused():
@@ -135,6 +136,28 @@ def test_a_stored_program_still_selects(platform, path):
     first, second = program.call(scores, lengths, starts)
     oracle.check(first, scores, 16, lengths, starts)
     oracle.check(second, scores.astype(jnp.bfloat16), 16, sorted=False)
+
+
+def calls(program):
+    """Target, attributes and types of each custom call of ours."""
+    pattern = (
+        r"custom_call @(jax_topk_\w+)\(.*?backend_config = (\{.*?\}).* : (\(.*?) loc\("
+    )
+    return set(re.findall(pattern, program.mlir_module()))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_target_that_keeps_its_name_keeps_its_operands_and_attributes(path):
+    # As handlers do not run for this, those of CUDA are seen on any machine.
+    stored = calls(export.deserialize(bytearray(path.read_bytes())))
+    now = calls(exported_for_a_file())
+    assert len(stored) == len(now) == 4
+
+    def kept(these, others):
+        names = {target for target, *_ in others}
+        return {call for call in these if call[0] in names}
+
+    assert kept(stored, now) == kept(now, stored)
 
 
 def test_a_program_for_one_platform_is_refused_by_another():
@@ -217,6 +240,30 @@ def test_an_export_for_eight_devices_moves_no_more_than_before(columns):
     compiled = jax.jit(reloaded.call).lower(operand).compile()
     assert meshes.collectives(compiled) == ["all-gather"] * columns
     oracle.check(jax.device_get(compiled(operand)), scores, 20)
+
+
+@pytest.mark.parametrize("names", ["x", ("x", "y")], ids=str)
+def test_sharded_top_k_lowers_for_any_rows_and_any_width(names):
+    # For more than lowering, jax lacks something: it cannot load a shard_map of any
+    # symbolic size again, whatever is in it.
+    mesh = meshes.mesh(jax.devices("cpu"), (4, 2), ("x", "y"))
+    rows, w = export.symbolic_shape("rows, w", constraints=("w >= 16",))
+
+    def select(x, r):
+        return tuple(jax_topk.sharded_top_k(x, 16, names, lengths=r))
+
+    select = jax.shard_map(
+        select, mesh=mesh, in_specs=(P(None, names), P()), out_specs=P()
+    )
+    exported = export.export(
+        jax.jit(select), platforms=("cpu", "cuda"), disabled_checks=disabled_checks()
+    )(
+        jax.ShapeDtypeStruct((rows, 8 * w), np.float32),
+        jax.ShapeDtypeStruct((rows,), np.int32),
+    )
+    assert [str(aval.shape) for aval in exported.out_avals] == ["(rows, 16)"] * 2
+    assert "stablehlo.all_gather" in exported.mlir_module()
+    assert exported.serialize()
 
 
 if __name__ == "__main__":

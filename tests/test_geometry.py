@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from devices import plan
 from implementations import Implementation
-from test_plan import plan
 
 N, K = 5003, 300
 # CTAs a row, capacity, samples, grid, CTAs an SM.

@@ -13,6 +13,7 @@ import meshes
 import numpy as np
 import oracle
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jax_topk
@@ -67,10 +68,11 @@ def test_weakly_typed_scores_give_strong_values():
 
 
 def test_nans_are_reported_where_jax_is_asked_to(platform):
-    row = np.array([1, np.nan, 2], np.float32)
+    row = jnp.array([1, np.nan, 2], np.float32)
     with jax.debug_nans(True):
-        with pytest.raises(FloatingPointError):
-            top_k(row, 2)
+        for select in (top_k, jax.jit(top_k, static_argnums=1)):
+            with pytest.raises(FloatingPointError, match="encountered in top_k"):
+                select(row, 2)
         # Padding is infinite, but it is no NaN, and neither is its derivative.
         gradient = jax.grad(lambda x: top_k(x, 4, lengths=2).values[:2].sum())
         np.testing.assert_array_equal(gradient(row[::2]), [1, 1])
@@ -96,14 +98,30 @@ def test_strict_rank_and_dtype_promotion(platform, scores, lengths):
             top_k(scores, K, lengths=lengths, starts=lengths, **options)
 
 
-def test_strict_rank_and_dtype_promotion_over_shards(scores, lengths):
+def test_leak_checks_and_checkify_find_nothing(platform, scores, lengths):
+    def select(x):
+        return top_k(x, K, lengths=lengths)
+
+    with jax.checking_leaks():
+        oracle.check(jax.jit(select)(scores), scores, K, lengths)
+    checked = checkify.checkify(jax.jit(select), errors=checkify.all_checks)
+    error, result = checked(scores)
+    error.throw()
+    oracle.check(result, scores, K, lengths)
+
+
+def test_strict_rank_and_dtype_promotion_and_nan_checks_over_shards(scores, lengths):
     mesh = meshes.mesh(jax.devices("cpu"), (2, 2), ("x", "y"))
 
     @jax.shard_map(mesh=mesh, in_specs=(P(None, None, ("x", "y")), P()), out_specs=P())
     def select(x, lengths):
         return jax_topk.sharded_top_k(x, K, ("x", "y"), lengths=lengths)
 
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_nans(True),
+    ):
         oracle.check(jax.jit(select)(scores, lengths), scores, K, lengths)
         jax.jit(jax.grad(lambda x: select(x, lengths).values[..., 0].sum()))(scores)
 
@@ -203,20 +221,25 @@ def test_one_program_serves_equal_calls():
 CACHED = """
     import sys
     import jax, numpy as np, jax_topk
+    from jax_topk import _plan
 
+    folder, target = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from jax import monitoring
     events = []
     monitoring.register_event_listener(lambda name, **_: events.append(name))
+    if target != _plan.TARGETS["cpu"]:
+        handler = _plan.REGISTRATIONS["cpu"][_plan.TARGETS["cpu"]]
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+        jax.ffi.register_ffi_target_as_batch_partitionable(target)
+        _plan.TARGETS["cpu"] = target
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     one = np.arange(64, dtype=np.float32).reshape(4, 16)
     two = jax.device_put(one, rows)
-    select = jax.jit(lambda x: jax_topk.top_k(x, 3))
-    compiled = [select.lower(x).compile() for x in (one, two)]
     del events[:]
     compiled = [jax.jit(lambda x: jax_topk.top_k(x, 3, sorted=False)).lower(x).compile()
                 for x in (one, two)]
@@ -226,16 +249,70 @@ CACHED = """
 """
 
 
-def test_a_second_process_finds_the_programs_in_the_persistent_cache(tmp_path):
-    seen = []
-    for _ in range(2):
+def test_the_persistent_cache_serves_another_process_but_no_other_kernel(tmp_path):
+    def hits_and_misses(target):
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(CACHED), str(tmp_path)],
+            [sys.executable, "-c", textwrap.dedent(CACHED), str(tmp_path), target],
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        seen.append(done.stdout.split())
-    assert seen == [["0", "2"], ["2", "0"]]
+        return tuple(map(int, done.stdout.split()))
+
+    ours = jax_topk.FFI_TARGETS[0]
+    assert hits_and_misses(ours) == (0, 2)
+    assert hits_and_misses(ours) == (2, 0)
+    # What would change if the kernels took other operands: the name of their target.
+    assert hits_and_misses(ours + "1") == (0, 2)
+
+
+CHECKED = """
+    import jax, jax.numpy as jnp, numpy as np
+    from beartype import beartype
+    from jaxtyping import Array, Float32, Int32, install_import_hook, jaxtyped
+    from jax.sharding import AxisType, PartitionSpec as P
+
+    with install_import_hook("jax_topk", "beartype.beartype"):
+        from jax_topk import TopK, sharded_top_k, top_k
+
+    Best = tuple[Float32[Array, "rows k"], Int32[Array, "rows k"]]
+
+    @jaxtyped(typechecker=beartype)
+    def select(x: Float32[Array, "rows n"], lengths: Int32[Array, "rows"]) -> Best:
+        best: TopK = top_k(x, 5, lengths=lengths)
+        return best.values, best.indices
+
+    x, lengths = jnp.zeros((8, 80)), jnp.full(8, 3, np.int32)
+    for transform in (lambda f: f, jax.jit, jax.checkpoint):
+        transform(select)(x, lengths)
+    jax.vmap(select)(x[None], lengths[None])
+    jax.eval_shape(select, x, lengths)
+    jax.grad(lambda x: select(x, lengths)[0][:, :2].sum())(x)
+    top_k(np.zeros((2, 9), np.float32), 9, lengths=np.int64(3), starts=2, sorted=False)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x: sharded_top_k(x, 3, "x", lengths=4),
+        mesh=mesh, in_specs=P(None, "x"), out_specs=P(),
+    )
+    jax.jit(jax.grad(lambda x: sharded(x).values[:, :2].sum()))(x)
+    try:
+        top_k(x, "5")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_annotations_hold_under_a_run_time_type_checker():
+    # A user's with shapes, by jaxtyping, and all of the package's own.
+    pytest.importorskip("jaxtyping")
+    pytest.importorskip("beartype")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHECKED)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "TypeCheckError\n"), done.stderr

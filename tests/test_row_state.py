@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from devices import plan
 from implementations import Implementation
-from test_plan import plan
 
 INT_MIN = -(2**31)
 N, K = 1000, 48

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_topk import TopK, sharded_top_k, top_k
@@ -175,21 +175,21 @@ def test_empty_problems(rows, width, k):
 # What moves ---------------------------------------------------------------------------
 
 
-def elements(shape):
-    (dims,) = re.findall(r"\w+\[([\d,]+)\]", shape)[-1:]
-    return int(np.prod([int(size) for size in dims.split(",")]))
-
-
 @pytest.mark.parametrize("windowed", [False, True])
 def test_one_gather_of_k_values_and_k_indices_a_shard(devices, windowed):
     mesh, shards = meshes.mesh(devices), len(devices)
     rows, k = 3, 16
-    scores = jax.ShapeDtypeStruct((rows, 1000 * shards), np.float32)
+    n = 1000 * shards
+    columns = NamedSharding(mesh, P(None, "x"))
+    scores = jax.ShapeDtypeStruct((rows, n), np.float32, sharding=columns)
     lengths = jax.ShapeDtypeStruct((rows,), np.int32) if windowed else None
-    lowered = selection(mesh, "x", k).lower(scores, lengths, lengths)
-    ((name, shape),) = meshes.moved(lowered.compile())
+    compiled = selection(mesh, "x", k).lower(scores, lengths, lengths).compile()
+    ((name, shape),) = meshes.moved(compiled)
     assert name == "all-gather"
-    assert elements(shape) == rows * 2 * k * shards
+    assert meshes.elements(shape) == rows * 2 * k * shards
+    # Nothing is as wide as a row: not on the wire, and not in memory either.
+    widths = re.findall(r"\[(?:\d+,)*(\d+)\]", compiled.as_text())
+    assert max(map(int, widths)) == max(1000, k * shards) < n
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -202,7 +202,7 @@ def test_several_axes_merge_one_by_one(windowed):
     found = meshes.moved(compiled)
     assert [name for name, _ in found] == ["all-gather"] * 2
     # Three words of 16 bits each: never the candidates of all eight shards.
-    sizes = [elements(shape) for _, shape in found]
+    sizes = [meshes.elements(shape) for _, shape in found]
     assert sizes == [rows * 3 * k * 4, rows * 3 * k * 2]
 
 
@@ -228,7 +228,7 @@ def test_rows_over_one_axis_and_columns_over_another():
     )
     compiled = select.lower(*operands).compile()
     ((name, shape),) = meshes.moved(compiled)
-    assert name == "all-gather" and elements(shape) == 3 * 2 * 20 * 4
+    assert name == "all-gather" and meshes.elements(shape) == 3 * 2 * 20 * 4
     result = compiled(*operands)
     assert result.values.sharding.spec == P("data")
     oracle.check(jax.device_get(result), scores, 25, lengths, starts)
@@ -262,7 +262,7 @@ def test_where_only_the_context_axis_is_manual(kind):
         result = compiled(*operands)
     # XLA gathers the operand of a collective over the axes that it manages itself: the
     # candidates, and only those.
-    sizes = {name: elements(shape) for name, shape in meshes.moved(compiled)}
+    sizes = {name: meshes.elements(shape) for name, shape in meshes.moved(compiled)}
     assert set(sizes) == {"all-gather"} and max(sizes.values()) <= 6 * 2 * 20 * 4
     oracle.check(jax.device_get(result), scores, 25, lengths, starts)
 
@@ -418,19 +418,36 @@ def test_scan_remat_and_no_jit(problem):
     )
 
 
+def test_a_saved_answer_is_not_gathered_again(problem):
+    scores, lengths, starts, _, _ = problem
+    select = selection(meshes.mesh(jax.devices("cpu")), "x", 10)
+
+    def loss(x):
+        values = select(2 * x, lengths, starts).values
+        return jnp.sum(jnp.where(jnp.isneginf(values), 0, values) ** 2)
+
+    want = jax.grad(loss)(scores)
+    save = jax.checkpoint_policies.save_only_these_names
+    for policy, count in ((None, 2), (save("another"), 2), (save("top_k"), 1)):
+        gradient = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))
+        text = str(jax.make_jaxpr(gradient)(scores))
+        assert len(re.findall(r"= all_gather\w*\[", text)) == count
+        np.testing.assert_array_equal(gradient(scores), want)
+
+
 # Errors -------------------------------------------------------------------------------
 
 
-def misuse(shape=(3, 16), k=4, names="x", **options):
+def misuse(shape=(3, 16), k=4, names="x", dtype=np.float32, **options):
     mesh = meshes.mesh(jax.devices("cpu"), (2, 4), ("x", "y"))
     select = jax.shard_map(
         lambda x: sharded_top_k(x, k, names, **options),
         mesh=mesh,
-        in_specs=P(None, ("x", "y")),
+        in_specs=P(None, ("x", "y")) if shape else P(),
         out_specs=P(),
         check_vma=False,
     )
-    jax.eval_shape(select, jax.ShapeDtypeStruct(shape, np.float32))
+    jax.eval_shape(select, jax.ShapeDtypeStruct(shape, dtype))
 
 
 MISUSES = {
@@ -453,6 +470,13 @@ MISUSES = {
         ValueError,
         r"lengths to broadcast to the leading axes of scores, \(3,\)",
     ),
+    "starts_of_bools": (
+        {"starts": np.zeros(3, bool)},
+        TypeError,
+        r"an array of integers; got starts of bool .*\(3, 2\) on each of 2 shards",
+    ),
+    "scores_complex": ({"dtype": np.complex64}, TypeError, "a real dtype; got complex"),
+    "scores_scalar": ({"shape": ()}, ValueError, "at least one axis; got a scalar"),
     "sorted_not_static": ({"sorted": 1}, TypeError, "sorted to be a static bool; got"),
     "too_many_columns": (
         {"shape": (1, 1 << 31), "names": ("x", "y")},
@@ -465,8 +489,10 @@ MISUSES = {
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_an_error_in_words(name):
     options, error, words = MISUSES[name]
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         misuse(**options)
+    message = str(raised.value)
+    assert message.startswith("sharded_top_k requires ") and "; got " in message
 
 
 def test_outside_of_shard_map_is_an_error():

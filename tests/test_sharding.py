@@ -71,17 +71,27 @@ def test_a_sharded_selected_axis_is_gathered():
     oracle.check(compiled(placed), scores, K)
 
 
-def test_explicit_axes_are_in_the_type_of_the_result():
-    mesh = meshes.mesh(jax.devices("cpu"), axis_type=AxisType.Explicit)
+def test_explicit_axes_are_in_the_type_of_the_result_and_nothing_moves(devices):
+    mesh = meshes.mesh(devices, axis_type=AxisType.Explicit)
     scores = inputs.generator("explicit").standard_normal((8, N)).astype(np.float32)
     lengths = np.arange(8, dtype=np.int32) * 40
+
+    def select(x):
+        return top_k(x, K, lengths=lengths)
+
+    def gradient(x):
+        return jax.grad(lambda x: top_k(x, K).values.sum())(x)
+
     with jax.set_mesh(mesh):
         placed = jax.device_put(scores, P("x", None))
-        result = jax.jit(lambda x: top_k(x, K, lengths=lengths))(placed)
-        assert jax.typeof(result.values).sharding.spec == P("x", None)
-        gradient = jax.jit(jax.grad(lambda x: top_k(x, K).values.sum()))(placed)
-        assert jax.typeof(gradient).sharding.spec == P("x", None)
-    oracle.check(result, scores, K, lengths)
+        result, pulled = jax.jit(select)(placed), jax.jit(gradient)(placed)
+        for x in (*result, pulled):
+            assert jax.typeof(x).sharding.spec == P("x", None)
+        for function in (select, gradient):
+            compiled = jax.jit(function).lower(placed).compile()
+            assert not meshes.collectives(compiled)
+    oracle.check(jax.device_get(result), scores, K, lengths)
+    np.testing.assert_array_equal(jax.device_get(pulled), gradient(scores))
 
 
 def test_shard_map_with_checked_replication():
@@ -301,8 +311,19 @@ def test_lengths_over_another_axis_than_the_rows_are_right_all_the_same():
     oracle.check(jax.device_get(result), scores, K, lengths)
 
 
-def test_pmap(batch):
+def test_pmap_and_smap(devices, batch):
     scores, lengths, _ = batch
-    select = jax.pmap(lambda x, r: top_k(x, K, lengths=r), devices=jax.devices("cpu"))
-    shards = scores.reshape(8, 2, 2, N), lengths.reshape(8, 2, 2)
-    oracle.check(jax.device_get(select(*shards)), shards[0], K, shards[1])
+    count = len(devices)
+    shards = scores.reshape(count, -1, 2, N), lengths.reshape(count, -1, 2)
+
+    def select(x, r):
+        return top_k(x, K, lengths=r)
+
+    result = jax.pmap(select, devices=devices)(*shards)
+    oracle.check(jax.device_get(result), shards[0], K, shards[1])
+    with jax.set_mesh(meshes.mesh(devices)):
+        mapped = jax.jit(jax.smap(select, in_axes=0, out_axes=0, axis_name="x"))
+        compiled = mapped.lower(scores, lengths).compile()
+        assert not meshes.collectives(compiled)
+        result = jax.device_get(mapped(scores, lengths))
+    oracle.check(result, scores, K, lengths)

@@ -52,7 +52,7 @@ OPERANDS = "ffi/operands.h"
 CPU = "ffi/cpu_top_k.cc"
 PRIMITIVE = "jax_topk/_primitive.py"
 REFERENCE = "jax_topk/_reference.py"
-TOP_K_PY = "jax_topk/_top_k.py"
+ARGUMENTS_PY = "jax_topk/_arguments.py"
 SHARDED_PY = "jax_topk/_sharded.py"
 PLAN_PY = "jax_topk/_plan.py"
 
@@ -798,7 +798,7 @@ _mutation(
 )
 _mutation(
     "lengths_beyond_int32_wrap",
-    TOP_K_PY,
+    ARGUMENTS_PY,
     "rows = xp.clip(rows, low, high).astype(np.int32)",
     "rows = rows.astype(np.int32)",
     "test_windows.py::test_lengths_beyond_int32_are_long_not_negative",
@@ -823,7 +823,7 @@ _mutation(
     "reference_ranks_padding_above_minus_inf",
     REFERENCE,
     "np.array(np.iinfo(rank.dtype).max, rank.dtype))",
-    "_to_rank(lax.full((), pad_value(scores.dtype), scores.dtype)) - 1)",
+    "to_rank(lax.full((), pad_value(scores.dtype), scores.dtype)) - 1)",
     PADDING + "[xla]",
     where="cpu",
 )
@@ -862,9 +862,85 @@ _mutation(
 _mutation(
     "second_derivative_over_shards_lost",
     SHARDED_PY,
-    "values = _differentiable(names, *primals)",
-    "values = primals[1]",
+    "    values = _differentiable(names, scores, values, indices)\n",
+    "",
     "test_sharded_top_k.py::test_derivatives_are_those_of_one_device",
+    where="cpu",
+)
+_mutation(
+    "answer_without_a_name",
+    PRIMITIVE,
+    'checkpoint_name(top_k_p.bind(*primals, **params), "top_k")',
+    "top_k_p.bind(*primals, **params)",
+    "test_control_flow.py"
+    "::test_a_plain_checkpoint_selects_again_and_a_policy_does_not[cpu]",
+    where="cpu",
+)
+_mutation(
+    "eager_calls_not_marked_as_a_primitive",
+    PRIMITIVE,
+    '_evaluate.__dict__["_apply_primitive"] = True\n',
+    "",
+    "test_jit.py::test_nans_are_reported_where_jax_is_asked_to[cpu]",
+    where="cpu",
+)
+_mutation(
+    "answer_over_shards_without_a_name",
+    SHARDED_PY,
+    'checkpoint_name(answer, "top_k")',
+    "answer",
+    "test_sharded_top_k.py::test_a_saved_answer_is_not_gathered_again",
+    where="cpu",
+)
+_mutation(
+    "error_in_the_name_of_another_function",
+    SHARDED_PY,
+    'checked_k("sharded_top_k",',
+    'checked_k("top_k",',
+    "test_sharded_top_k.py::test_misuse_is_an_error_in_words[k_negative]",
+    where="cpu",
+)
+_mutation(
+    "attribute_renamed_and_the_target_not",
+    PRIMITIVE,
+    '{"k": np.int64(k), "sorted"',
+    '{"size": np.int64(k), "sorted"',
+    "test_export.py"
+    "::test_a_target_that_keeps_its_name_keeps_its_operands_and_attributes",
+    where="cpu",
+)
+_mutation(
+    "target_of_any_version",
+    PRIMITIVE,
+    "target = targets[choice.implementation]",
+    'target = f"jax_topk_{choice.implementation}_v1"',
+    "test_jit.py::test_the_persistent_cache_serves_another_process_but_no_other_kernel",
+    where="cpu",
+)
+_mutation(
+    "width_compared_where_it_is_symbolic",
+    SHARDED_PY,
+    "if isinstance(n, int) and n > INT32.max:",
+    "if n > INT32.max:",
+    "test_export.py::test_sharded_top_k_lowers_for_any_rows_and_any_width",
+    where="cpu",
+)
+_mutation(
+    "annotation_that_does_not_hold",
+    SHARDED_PY,
+    "def _beyond(column: jax.Array, offset: jax.Array | int)",
+    "def _beyond(column: jax.Array, offset: int)",
+    "test_jit.py::test_annotations_hold_under_a_run_time_type_checker",
+    where="cpu",
+)
+_mutation(
+    "whole_rows_on_every_shard",
+    SHARDED_PY,
+    "    values, indices = top_k(scores, min(k, width), **local, sorted=False)\n",
+    "    whole = lax.all_gather(scores, names, axis=scores.ndim - 1, tiled=True)\n"
+    "    scores = lax.dynamic_slice_in_dim(whole, offset, width, -1)\n"
+    "    values, indices = top_k(scores, min(k, width), **local, sorted=False)\n",
+    "test_sharded_top_k.py::test_one_gather_of_k_values_and_k_indices_a_shard",
     where="cpu",
 )
 _mutation(
