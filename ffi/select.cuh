@@ -844,18 +844,14 @@ template <typename Bits>
 struct RowOutput {
   Bits* values;      // [k]
   int32_t* indices;  // [k]
-  const TopKParams& params;
-  int64_t row;
 
   __device__ RowOutput(const TopKParams& params, int64_t row)
       : values(static_cast<Bits*>(params.values) + row * params.k),
-        indices(params.indices + row * params.k),
-        params(params),
-        row(row) {}
+        indices(params.indices + row * params.k) {}
 
   __device__ void operator()(uint32_t slot, uint64_t composite) const {
     values[slot] = ScoreBits<Bits>(CompositeKey(composite));
-    indices[slot] = RowIndex(params, row, CompositeColumn(composite));
+    indices[slot] = static_cast<int32_t>(CompositeColumn(composite));
   }
 };
 
@@ -878,6 +874,18 @@ __device__ void EmitRow(const Cta& cta, const TopKParams& params, int64_t row,
     Merge(cta, survivors, ties, out);
   } else {
     Compact(cta, entries, threshold, out);
+  }
+}
+
+// Turns the `kept` columns that were written into slots, if there is a page table. A pass
+// of its own, since registers are dear where the columns are written.
+template <typename Bits>
+__device__ void EmitSlots(const TopKParams& params, int64_t row, uint32_t kept) {
+  if (params.page_table == nullptr) return;
+  __syncthreads();  // all columns are written
+  const RowOutput<Bits> out(params, row);
+  for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
+    out.indices[i] = RowIndex(params, row, out.indices[i]);
   }
 }
 
@@ -917,6 +925,7 @@ __device__ void SelectRow(const Cta& cta, const TopKParams& params, int64_t row,
       }
     }
     EmitPadding<Bits>(params, row, length);
+    EmitSlots<Bits>(params, row, length);
     return;
   }
 
@@ -936,6 +945,7 @@ __device__ void SelectRow(const Cta& cta, const TopKParams& params, int64_t row,
     threshold = SelectInList(cta, reduced.survivors, k, entries.columns);
   }
   EmitRow<Bits>(cta, params, row, reduced.survivors, reduced.ties, threshold, k);
+  EmitSlots<Bits>(params, row, k);
 }
 
 }  // namespace jax_topk

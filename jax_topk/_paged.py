@@ -2,7 +2,7 @@
 """``paged_top_k``: a selection that answers where in paged memory the columns are.
 
 Decided here: what a page table may be, and the words for what it may not. The slots are
-made where the indices are written, in the one custom call of ``top_k``.
+made in the one custom call of ``top_k``, which has one operand more then.
 """
 
 from __future__ import annotations

@@ -684,8 +684,16 @@ _mutation(
 _mutation(
     "columns_on_cuda_in_place_of_slots",
     SELECT,
-    "indices[slot] = RowIndex(params, row, CompositeColumn(composite));",
-    "indices[slot] = static_cast<int32_t>(CompositeColumn(composite));",
+    "out.indices[i] = RowIndex(params, row, out.indices[i]);",
+    "",
+    "test_paged_top_k.py::test_every_distribution_is_exact_in_pages_of_any_size"
+    "[row-True-64]",
+)
+_mutation(
+    "slots_of_columns_that_are_not_written_yet",
+    SELECT,
+    "  __syncthreads();  // all columns are written\n",
+    "",
     "test_paged_top_k.py::test_every_distribution_is_exact_in_pages_of_any_size"
     "[row-True-64]",
 )
