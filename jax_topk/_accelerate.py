@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_topk._primitive import accelerated, replace_lax_lowering
+from jax_topk._primitive import (
+    accelerated,
+    accelerated_everywhere,
+    replace_lax_lowering,
+)
 
 
 class accelerate_lax:  # called like a function, like jax.set_mesh
@@ -54,8 +58,8 @@ class accelerate_lax:  # called like a function, like jax.set_mesh
         replace_lax_lowering()
         self._before = None
         if all_threads:
-            self._before = accelerated.get_global()
-            accelerated.set_global(True)
+            self._before = accelerated_everywhere.get_global()
+            accelerated_everywhere.set_global(True)
         else:
             self._context = accelerated(True)
             self._context.__enter__()
@@ -67,4 +71,4 @@ class accelerate_lax:  # called like a function, like jax.set_mesh
         if self._before is None:
             self._context.__exit__(*error)
         else:
-            accelerated.set_global(self._before)
+            accelerated_everywhere.set_global(self._before)

@@ -326,7 +326,10 @@ def _sharding_rule(batch: Any, avals: Any, num_operands: int) -> Any:
 
 # Whether it is lowered to this primitive. A user context is part of the keys of all of
 # jax's caches, so that nothing traced or lowered under one value is used under another.
+# Made at import: one context more, and all is traced anew.
 accelerated = jax.make_user_context(False)
+# Of which jax 0.10.0 has no public way to the value for all threads.
+accelerated_everywhere = accelerated._obj
 
 
 @functools.cache

@@ -28,6 +28,7 @@ PYTHONS = {
 }
 SUBJECTS = ["jit", "vmap", "ad", "control_flow", "sharding", "sharded_top_k"]
 SUBJECTS += ["distributed", "export", "lowering", "errors", "install"]
+SUBJECTS += ["paged_top_k", "accelerate_lax", "sparse_attention"]
 TESTS = [f"tests/test_{subject}.py" for subject in SUBJECTS]
 TESTS += ["tests/test_devices.py::test_programs_compile_for_gb10_a100_h200_and_b200"]
 TESTS += ["jax_topk", "docs", "README.md"]
