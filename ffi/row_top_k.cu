@@ -15,26 +15,47 @@
 namespace jax_topk {
 namespace {
 
-template <typename Bits, int kCtasPerSm>
+// `kAllResident`: no row is too long for SelectResident.
+template <typename Bits, int kCtasPerSm, bool kAllResident>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    RowTopK(const TopKParams params, uint32_t capacity, uint32_t max_samples) {
+    RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
   const Cta cta = {capacity};
   for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
-    const RowEntries<Bits> entries = EntriesOf<Bits>(params, row);
-    SelectRow(
-        cta, params, row, entries, entries, max_samples, [] {},
-        [](Reduced*) { return true; });
+    const Row<Bits> entries(params, row);
+    if constexpr (kAllResident) {
+      Rest(cta);
+      SelectResident(cta, params, row, entries);
+    } else {
+      SelectRow(
+          cta, params, row, entries, entries.columns, whole, 0, [] {},
+          [](Reduced*, const Filter&) { return true; });
+    }
     __syncthreads();
   }
 }
 
-using Kernel = void (*)(const TopKParams, uint32_t, uint32_t);
+using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows);
 
-Kernel KernelFor(ScoreType type, int64_t ctas_per_sm) {
-  if (type == ScoreType::kF32) {
-    return ctas_per_sm == 1 ? RowTopK<uint32_t, 1> : RowTopK<uint32_t, 2>;
+template <typename Bits>
+Kernel KernelOf(int64_t ctas_per_sm, bool all_resident) {
+  if (ctas_per_sm == 1) {
+    return all_resident ? RowTopK<Bits, 1, true> : RowTopK<Bits, 1, false>;
   }
-  return ctas_per_sm == 1 ? RowTopK<uint16_t, 1> : RowTopK<uint16_t, 2>;
+  return all_resident ? RowTopK<Bits, 2, true> : RowTopK<Bits, 2, false>;
+}
+
+Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, bool all_resident) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(ctas_per_sm, all_resident)
+                                 : KernelOf<uint16_t>(ctas_per_sm, all_resident);
+}
+
+// Rows that start at a vector have no need of one more than they fill.
+bool AllResident(const TopKParams& params, int64_t capacity) {
+  const int64_t per_vector = params.type == ScoreType::kF32 ? 4 : 8;
+  const bool aligned = params.n % per_vector == 0 &&
+                       reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
+  const int64_t most = kTileColumns - (aligned ? 0 : per_vector - 1);
+  return params.n <= std::min(most, capacity);
 }
 
 }  // namespace
@@ -42,10 +63,13 @@ Kernel KernelFor(ScoreType type, int64_t ctas_per_sm) {
 cudaError_t PrepareRowTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t ctas_per_sm : {1, 2}) {
-      const cudaError_t error = cudaFuncSetAttribute(
-          KernelFor(type, ctas_per_sm), cudaFuncAttributeMaxDynamicSharedMemorySize,
-          static_cast<int>(bytes));
-      if (error != cudaSuccess) return error;
+      for (bool all_resident : {false, true}) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(KernelFor(type, ctas_per_sm, all_resident),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(bytes));
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;
@@ -53,10 +77,10 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm)<<<static_cast<unsigned>(plan.grid), kThreads,
+  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity))<<<static_cast<unsigned>(plan.grid), kThreads,
                                              plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity),
-      static_cast<uint32_t>(plan.num_samples));
+      WholeRows(params, plan));
   return cudaGetLastError();
 }
 

@@ -6,12 +6,13 @@
 // The idea: find a safe threshold from a sample, read the row once keeping what passes,
 // select exactly among the few kept.
 //
-//   SampleThreshold  a filter that about 1.3 to 2 k columns of the row pass
-//   ReduceChunk      one read: the survivors into shared memory, in column order; if
-//                    more survive than fit, SelectExactly on the chunk
-//   SelectWord       the exact select, of 32-bit words
-//   SelectThreshold  by it, the composite that exactly `rank` entries reach
-//   EmitRow          the selected in their final order
+//   SampleFilter   a filter that about 1.3 to 2 k columns of the row pass
+//   ReduceChunk    one read: the survivors into shared memory, in column order; if
+//                  more survive than fit, SelectExactly on the chunk
+//   SelectByValue  the exact select: the k-th largest key, and how many are above it
+//   ThresholdOf    with it, the test that exactly k entries pass
+//   EmitRow        the selected in their final order
+// A row that fits in the registers of a CTA needs no sample: SelectResident.
 //
 // Exactness never rests on the sample: a threshold decides only how many survive, and
 // whoever counts fewer than k or more than fit takes the exact path over the scores.
@@ -21,8 +22,12 @@
 // survive, and the ties still missing are read off from the row's start, in column
 // order, stopping as soon as there are enough.
 //
-// Lists are kept in column order from the start, so that the answer in index order
-// needs no sort.
+// Whatever is kept is kept in column order from the start, so that the answer in index
+// order needs no sort, and the ties of the k-th key are taken by counting.
+//
+// Scores are kept as they are in memory. 16-bit scores are widened to the upper half of
+// a word, so that there is one order, and one code, for all types: a float32 of the same
+// order (bfloat16: of the same value).
 //
 // All functions are called by the whole CTA. Unless said otherwise, shared memory that
 // they leave behind is visible to every thread when they return.
@@ -37,24 +42,44 @@ namespace jax_topk {
 
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+// Words that are ranked by comparing all pairs, with a lane for each.
+inline constexpr uint32_t kFew = 32;
 // Entries of a bucket of the sort that are ranked by comparing all pairs.
 inline constexpr uint32_t kFewInBucket = 64;
 
 extern __shared__ __align__(16) char dynamic_shared_memory[];
 
+// A bin, the words in larger bins, and the words in it.
+struct Bin {
+  uint32_t index;
+  uint32_t above;
+  uint32_t inside;
+};
+
 // The shared memory of a CTA, carved out of its dynamic allocation in this order:
 // scratch, bins, list, order (plan.h: SharedMemoryBytes). Offsets, not pointers: they
 // are constants, and cost no registers.
+//
+// At rest, that is between the calls of the functions below and after the next barrier,
+// all bins are 0, and so is num_few.
 struct Cta {
   struct Scratch {
-    uint32_t totals[2][kWarps];  // sums of the warps, in turns
-    uint32_t bin;                // the bin where the wanted rank falls,
-    uint32_t above;              // entries in larger bins,
-    uint32_t inside;             // entries in it
-    uint32_t count;              // entries appended, or the like
-    uint32_t min_key;            // extremes of the keys met
+    uint32_t totals[2][kWarps];    // sums of the warps, in turns
+    uint32_t bin_totals[kWarps];   // of the bins that a warp looks at
+    uint32_t min_keys[kWarps];     // extremes of the keys of the warps
+    uint32_t max_keys[kWarps];
+    alignas(16) uint64_t few[kFew];  // composites
+    uint32_t ranks[kFew];            // how many of them are larger
+    uint32_t num_few;
+    Bin bin;                       // that FindBin has found
+    uint32_t min_key;              // extremes of the keys met
     uint32_t max_key;
+    uint32_t column;               // of the last tie selected
+    uint32_t most;                 // entries of a bucket
     uint32_t flag;
+    // For the CTAs of a cluster (cluster_top_k.cu).
+    uint32_t counts[2][kMaxClusterSize];  // in turns
+    alignas(8) uint64_t mailboxes[3];
   };
   static_assert(sizeof(Scratch) <= kScratchBytes);
 
@@ -66,7 +91,7 @@ struct Cta {
   __device__ uint32_t* bins() const {  // [kNumBins]
     return reinterpret_cast<uint32_t*>(dynamic_shared_memory + kScratchBytes);
   }
-  __device__ uint64_t* list() const {  // [capacity] composites
+  __device__ uint64_t* list() const {  // [capacity] entries
     return reinterpret_cast<uint64_t*>(dynamic_shared_memory + kScratchBytes +
                                        kNumBins * sizeof(uint32_t));
   }
@@ -81,74 +106,45 @@ struct Columns {
   uint32_t stop;
 };
 
-// Entries that can be selected from: slot i holds one if Valid(i).
-
-struct ListEntries {
-  const uint64_t* list;
-  uint32_t count;
-
-  __device__ uint32_t Size() const { return count; }
-  __device__ bool Valid(uint32_t) const { return true; }
-  __device__ uint64_t Get(uint32_t i) const { return list[i]; }
-  __device__ uint32_t Key(uint32_t i) const {  // the upper half of a composite
-    return reinterpret_cast<const uint32_t*>(list)[2 * i + 1];
-  }
-};
-
+// Scores as words, and back.
 template <typename Bits>
-struct RowEntries {
-  const Bits* row;  // column 0
-  Columns columns;
+__device__ __forceinline__ uint32_t Widen(Bits bits) {
+  return sizeof(Bits) == 4 ? bits : static_cast<uint32_t>(bits) << 16;
+}
+template <typename Bits>
+__device__ __forceinline__ Bits Narrow(uint32_t word) {
+  return static_cast<Bits>(sizeof(Bits) == 4 ? word : word >> 16);
+}
 
-  __device__ uint32_t KeyAt(uint32_t column) const {
-    return OrderedKey<Bits>(__ldg(row + column));
+__device__ __forceinline__ uint32_t KeyOf(uint32_t word) {
+  return OrderedKey<uint32_t>(word);
+}
+__device__ __forceinline__ uint32_t WordOf(uint32_t key) {
+  return ScoreBits<uint32_t>(key);
+}
+
+// A word and its column, as the list keeps them.
+__device__ __forceinline__ uint64_t Entry(uint32_t word, uint32_t column) {
+  return static_cast<uint64_t>(word) << 32 | column;
+}
+__device__ __forceinline__ uint32_t EntryWord(uint64_t entry) {
+  return static_cast<uint32_t>(entry >> 32);
+}
+__device__ __forceinline__ uint32_t EntryColumn(uint64_t entry) {
+  return static_cast<uint32_t>(entry);
+}
+
+// Whether the key of a word exceeds `floor`, in two instructions: among words of one
+// sign the order of keys is that of the words or its reverse.
+struct Beyond {
+  uint32_t flip;
+  uint32_t limit;
+
+  __device__ explicit Beyond(uint32_t floor) {
+    flip = floor >> 31 != 0 ? 0x7FFFFFFFu : 0;
+    limit = WordOf(floor) ^ flip;
   }
-  __device__ uint32_t Size() const { return columns.stop - columns.start; }
-  __device__ bool Valid(uint32_t) const { return true; }
-  __device__ uint32_t Key(uint32_t i) const { return KeyAt(columns.start + i); }
-  __device__ uint64_t Get(uint32_t i) const {
-    return Composite(Key(i), columns.start + i);
-  }
-};
-
-// The 32-bit words that SelectWord compares: slot i holds one if Get(i, &word).
-
-struct SampleWords {
-  const uint32_t* keys;
-  uint32_t count;
-
-  __device__ uint32_t Size() const { return count; }
-  __device__ bool Get(uint32_t i, uint32_t* word) const {
-    *word = keys[i];
-    return true;
-  }
-};
-
-template <typename Entries>
-struct KeyWords {
-  Entries entries;
-
-  __device__ uint32_t Size() const { return entries.Size(); }
-  __device__ bool Get(uint32_t i, uint32_t* word) const {
-    if (!entries.Valid(i)) return false;
-    *word = entries.Key(i);
-    return true;
-  }
-};
-
-// The lower halves of the composites with a given key: small columns are large words.
-template <typename Entries>
-struct ColumnWords {
-  Entries entries;
-  uint32_t key;
-
-  __device__ uint32_t Size() const { return entries.Size(); }
-  __device__ bool Get(uint32_t i, uint32_t* word) const {
-    if (!entries.Valid(i)) return false;
-    const uint64_t composite = entries.Get(i);
-    *word = static_cast<uint32_t>(composite);
-    return CompositeKey(composite) == key;
-  }
+  __device__ bool operator()(uint32_t word) const { return (word ^ flip) < limit; }
 };
 
 // The inclusive sum over the lanes of a warp.
@@ -169,10 +165,9 @@ __device__ __forceinline__ uint32_t SumBeforeWarp(const uint32_t* totals,
                                                   uint32_t* all) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x / 32;
-  const uint32_t sum = WarpInclusiveSum(lane < kWarps ? totals[lane] : 0u);
-  *all = __shfl_sync(kFullWarp, sum, 31);
-  const uint32_t before = __shfl_sync(kFullWarp, sum, warp > 0 ? warp - 1 : 0);
-  return warp > 0 ? before : 0;
+  const uint32_t total = lane < kWarps ? totals[lane] : 0u;
+  *all = __reduce_add_sync(kFullWarp, total);
+  return __reduce_add_sync(kFullWarp, lane < warp ? total : 0u);
 }
 
 // The exclusive sum over the threads of a CTA, and in *all the sum. One barrier;
@@ -187,7 +182,13 @@ __device__ __forceinline__ uint32_t ExclusiveSum(uint32_t x, uint32_t* totals,
 }
 
 __device__ __forceinline__ void ClearBins(const Cta& cta) {
-  for (int i = threadIdx.x; i < kNumBins; i += kThreads) cta.bins()[i] = 0;
+  reinterpret_cast<uint2*>(cta.bins())[threadIdx.x] = make_uint2(0, 0);
+}
+
+// Brings the shared memory to rest, once the next barrier has been passed.
+__device__ __forceinline__ void Rest(const Cta& cta) {
+  ClearBins(cta);
+  if (threadIdx.x == 0) cta.scratch().num_few = 0;
 }
 
 // Starts to collect the extremes of the keys that this CTA is going to meet. A barrier
@@ -209,513 +210,991 @@ __device__ __forceinline__ void NoteExtremes(const Cta& cta, uint32_t min_key,
   }
 }
 
-// A word, how many words are above it, and how many reach it.
-struct Cut {
-  uint32_t word;
-  uint32_t above;
-  uint32_t reached;
+// Reading -----------------------------------------------------------------------------
+
+// What fills a place that has no column: a NaN, and the least key of all, if widened.
+inline constexpr uint32_t kNoWord = 0xFFFFFFFFu;
+template <typename Bits>
+__device__ __forceinline__ uint32_t LeastKey() {
+  return KeyOf(Widen<Bits>(static_cast<Bits>(kNoWord)));
+}
+
+// All scores of a launch, of which rows are read.
+template <typename Bits>
+struct Scores {
+  const Bits* begin;
+  const Bits* end;
 };
 
-// The exact select: the `rank`-th largest word, or a word that `rank` to rank + slack
-// words reach. So above < rank <= reached.
+// The columns of a row, or of a chunk of it, as aligned vectors of kBytes. The first and
+// the last may hold other columns as well; those are masked.
+template <typename Bits, int kBytes = 16>
+struct Vectors {
+  static constexpr uint32_t kPerVector = kBytes / sizeof(Bits);
+
+  const Bits* data;  // vector 0
+  Columns columns;
+  uint32_t column;        // the first of vector 0; modulo 2^32, it may be before column 0
+  uint32_t size;          // vectors that hold a column
+  uint32_t first_whole;   // the vectors that hold nothing else
+  uint32_t num_whole;
+  uint32_t first_inside;  // the vectors that hold nothing but scores
+  uint32_t num_inside;
+
+  __device__ Vectors(const Scores<Bits>& scores, const Bits* row, Columns columns_)
+      : columns(columns_) {
+    const Bits* first = row + columns.start;
+    const uint32_t before =
+        static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first) / sizeof(Bits)) %
+        kPerVector;
+    const uint32_t reach = before + columns.stop - columns.start;
+    data = first - before;
+    column = columns.start - before;
+    size = columns.stop > columns.start ? (reach + kPerVector - 1) / kPerVector : 0;
+    first_whole = before > 0 ? 1 : 0;
+    num_whole = max(reach / kPerVector, first_whole) - first_whole;
+    first_inside = data < scores.begin ? 1 : 0;
+    const bool last_inside = scores.end - data >= int64_t{size} * kPerVector;
+    num_inside = max(size - (last_inside ? 0 : 1), first_inside) - first_inside;
+    if (size == 0) num_inside = 0;
+  }
+
+  __device__ __forceinline__ uint4 Load(uint32_t i) const {
+    static_assert(kBytes == 16);
+    uint4 vector = make_uint4(kNoWord, kNoWord, kNoWord, kNoWord);
+    if (i - first_inside < num_inside) {
+      vector = __ldg(reinterpret_cast<const uint4*>(data) + i);
+    }
+    return vector;
+  }
+
+  __device__ __forceinline__ bool Whole(uint32_t i) const {
+    return i - first_whole < num_whole;
+  }
+
+  // Word w of vector i, which is not whole: kNoWord wherever there is no column, and the
+  // columns that Load has not dared to read.
+  __device__ __forceinline__ uint32_t Masked(uint32_t i, int w, uint32_t word) const {
+    const bool inside = i - first_inside < num_inside;
+    constexpr int kPerWord = 4 / sizeof(Bits);
+#pragma unroll
+    for (int h = 0; h < kPerWord; ++h) {
+      const uint32_t e = i * kPerVector + w * kPerWord + h;
+      const uint32_t mask = kPerWord == 1 ? kNoWord : 0xFFFFu << (16 * h);
+      if (column + e - columns.start >= columns.stop - columns.start) {
+        word |= mask;
+      } else if (!inside) {
+        word = (word & ~mask) | static_cast<uint32_t>(data[e]) << (16 * h);
+      }
+    }
+    return word;
+  }
+};
+
+// kTileColumns columns in the registers of a CTA. The columns of a warp are contiguous.
+inline constexpr uint32_t kPerThread = 16;
+inline constexpr uint32_t kTileColumns = kThreads * kPerThread;
+
+template <typename Bits>
+struct Tile {
+  static constexpr int kPerVector = 16 / sizeof(Bits);
+  static constexpr int kVectors = kPerThread / kPerVector;  // of a thread
+  static constexpr uint32_t kTileVectors = kThreads * kVectors;
+
+  uint4 vectors[kVectors];
+  uint32_t column;  // the first of vector 0 of thread 0; modulo 2^32
+  bool busy;        // this warp has a column
+
+  // Vector u of this thread.
+  static __device__ __forceinline__ uint32_t VectorOf(int u) {
+    return (threadIdx.x / 32 * kVectors + u) * 32 + (threadIdx.x & 31);
+  }
+
+  // The vectors from `first` on.
+  __device__ __forceinline__ void Load(const Vectors<Bits>& from, uint32_t first) {
+    column = from.column + first * kPerVector;
+    busy = first + threadIdx.x / 32 * (32 * kVectors) < from.size;
+    if (first >= from.first_inside &&
+        first + kTileVectors <= from.first_inside + from.num_inside) {
+      const uint4* mine =
+          reinterpret_cast<const uint4*>(from.data) + (first + VectorOf(0));
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) vectors[u] = __ldg(mine + 32 * u);
+    } else {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) vectors[u] = from.Load(first + VectorOf(u));
+    }
+  }
+
+  // What Load leaves to do: to be called when the vectors have arrived.
+  __device__ __forceinline__ void Mask(const Vectors<Bits>& from, uint32_t first) {
+    if (from.num_whole == from.size && first + kTileVectors <= from.size) return;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const uint32_t i = first + VectorOf(u);
+      if (i < from.size && !from.Whole(i)) {
+        vectors[u].x = from.Masked(i, 0, vectors[u].x);
+        vectors[u].y = from.Masked(i, 1, vectors[u].y);
+        vectors[u].z = from.Masked(i, 2, vectors[u].z);
+        vectors[u].w = from.Masked(i, 3, vectors[u].w);
+      }
+    }
+  }
+
+  // Word e of vector u; both are constants.
+  __device__ __forceinline__ uint32_t Word(int u, int e) const {
+    const uint32_t words[4] = {vectors[u].x, vectors[u].y, vectors[u].z, vectors[u].w};
+    if constexpr (sizeof(Bits) == 4) {
+      return words[e];
+    } else {
+      return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;
+    }
+  }
+
+  // f(word, its number among those of this thread, a constant).
+  __device__ uint32_t ColumnAt(int i) const {
+    return column + VectorOf(i / kPerVector) * kPerVector + i % kPerVector;
+  }
+  template <typename F>
+  __device__ __forceinline__ void ForEach(F&& f) const {
+    if (!busy) return;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int e = 0; e < kPerVector; ++e) f(Word(u, e), u * kPerVector + e);
+    }
+  }
+};
+
+// Other words that can be selected from. Each thread calls f(word, place) for its share of
+// them; ColumnAt(place) differs from word to word, and is the word's column if it has one.
+
+struct ListWords {  // of entries
+  const uint64_t* list;
+  uint32_t count;
+
+  __device__ uint32_t ColumnAt(uint32_t place) const { return EntryColumn(list[place]); }
+
+  template <typename F>
+  __device__ __forceinline__ void ForEach(F&& f) const {
+    constexpr uint32_t kBatch = 8;  // loads in flight
+    for (uint32_t base = threadIdx.x; base < count; base += kBatch * kThreads) {
+      uint32_t word[kBatch];
+#pragma unroll
+      for (uint32_t j = 0; j < kBatch; ++j) {
+        const uint32_t i = base + j * kThreads;
+        if (i < count) word[j] = reinterpret_cast<const uint32_t*>(list)[2 * i + 1];
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kBatch; ++j) {
+        const uint32_t i = base + j * kThreads;
+        if (i < count) f(word[j], i);
+      }
+    }
+  }
+};
+
+struct PlainWords {  // side by side, of the columns from `start` on
+  const uint32_t* words;
+  uint32_t count;
+  uint32_t start;
+
+  __device__ uint32_t ColumnAt(uint32_t place) const { return start + place; }
+
+  template <typename F>
+  __device__ __forceinline__ void ForEach(F&& f) const {
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) f(words[i], i);
+  }
+};
+
+template <typename Bits>
+struct ChunkWords {  // of a chunk in memory
+  const Bits* data;
+  uint32_t count;
+  uint32_t start;
+
+  __device__ uint32_t ColumnAt(uint32_t place) const { return start + place; }
+
+  template <typename F>
+  __device__ __forceinline__ void ForEach(F&& f) const {
+#pragma unroll 8
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      f(Widen<Bits>(__ldg(data + i)), i);
+    }
+  }
+};
+
+// The exact select --------------------------------------------------------------------
+
+// The key of the `rank`-th largest word, how many words are above it, how many reach it,
+// and, if known, the column of the last of those that belong to the `rank` largest.
+struct Cut {
+  static constexpr uint32_t kUnknown = 0xFFFFFFFFu;
+
+  uint32_t key;
+  uint32_t above;
+  uint32_t reached;
+  uint32_t column = kUnknown;
+};
+
+// The bin where the `rank`-th largest of the words counted in the bins falls. Three
+// barriers; before the first, the bins need not be complete.
+__device__ __forceinline__ Bin FindBin(const Cta& cta, uint32_t rank) {
+  static_assert(kNumBins == 2 * kThreads);
+  const uint32_t lane = threadIdx.x & 31;
+  const uint32_t warp = threadIdx.x / 32;
+  const uint2* pairs = reinterpret_cast<const uint2*>(cta.bins());
+  uint32_t* totals = cta.scratch().bin_totals;
+  __syncthreads();
+  // 1. Warp w sums up the w-th 64 bins from the top.
+  const uint2 mine = pairs[kThreads - 1 - threadIdx.x];
+  const uint32_t total = __reduce_add_sync(kFullWarp, mine.x + mine.y);
+  if (lane == 0) totals[warp] = total;
+  __syncthreads();
+  // 2. The warp where the rank falls finds the bin among its own.
+  const uint32_t of_lane = lane < kWarps ? totals[lane] : 0;
+  const uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? of_lane : 0);
+  if (before < rank && rank <= before + total) {
+    const uint32_t reached = before + WarpInclusiveSum(mine.x + mine.y);
+    const uint32_t above_lower = reached - mine.x;
+    const uint32_t above_upper = above_lower - mine.y;
+    if (above_upper < rank && rank <= reached) {
+      const bool upper = above_lower >= rank;
+      const uint32_t pair = kThreads - 1 - threadIdx.x;
+      cta.scratch().bin = {2 * pair + (upper ? 1 : 0), upper ? above_upper : above_lower,
+                           upper ? mine.y : mine.x};
+    }
+  }
+  __syncthreads();
+  return cta.scratch().bin;
+}
+
+// The end of a select: the `rank`-th largest of the words of which is_candidate says so,
+// `inside` <= kFew of them. `above` others are above all of them.
+template <typename Words, typename IsCandidate>
+__device__ __forceinline__ Cut RankFew(const Cta& cta, const Words& words,
+                                       uint32_t rank, uint32_t above, uint32_t inside,
+                                       IsCandidate&& is_candidate) {
+  Cta::Scratch& scratch = cta.scratch();
+  const uint32_t lane = threadIdx.x & 31;
+  const uint32_t warp = threadIdx.x / 32;
+  // 1. Collect them. A thread hardly ever has two.
+  uint32_t mine = 0;
+  uint32_t last_word = 0;
+  int last_place = 0;
+  words.ForEach([&](uint32_t word, int place) {
+    if (is_candidate(word)) {
+      ++mine;
+      last_word = word;
+      last_place = place;
+    }
+  });
+  if (mine > 0) {
+    uint32_t at = atomicAdd(&scratch.num_few, mine);
+    if (mine == 1) {
+      scratch.few[at] = Composite(KeyOf(last_word), words.ColumnAt(last_place));
+    } else {
+      words.ForEach([&](uint32_t word, int place) {
+        if (is_candidate(word)) {
+          scratch.few[at++] = Composite(KeyOf(word), words.ColumnAt(place));
+        }
+      });
+    }
+  }
+  if (warp == 0) {
+    if (lane >= inside) scratch.few[lane] = 0;
+    scratch.ranks[lane] = 0;
+  }
+  __syncthreads();
+  Rest(cta);
+  // 2. Compare all pairs: each warp compares two with all. No two are equal.
+  static_assert(kFew == 2 * kWarps);
+  const uint64_t one = scratch.few[lane];
+  if (2 * warp < inside) {
+    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&scratch.few[2 * warp]);
+    atomicAdd(&scratch.ranks[lane], (two.x > one ? 1 : 0) + (two.y > one ? 1 : 0));
+  }
+  __syncthreads();
+  // 3. Every warp by itself, a lane for each.
+  const bool valid = lane < inside;
+  const bool is_last = valid & (scratch.ranks[lane] == rank - 1);
+  const int source = __ffs(__ballot_sync(kFullWarp, is_last)) - 1;
+  const uint32_t key = CompositeKey(one);
+  const uint32_t cut_key = __shfl_sync(kFullWarp, key, source);
+  return {cut_key, above + __popc(__ballot_sync(kFullWarp, valid & (key > cut_key))),
+          above + __popc(__ballot_sync(kFullWarp, valid & (key >= cut_key))),
+          __shfl_sync(kFullWarp, CompositeColumn(one), source)};
+}
+
+// The `rank`-th largest key. Requires it to be within [low, high], `inside` words to be
+// in that range, and `above` to be above it.
 //
-// Requires 1 <= rank <= the words within [low, high], and no word above high.
-//
-//   1. Count the words within [low, high] in bins: `low` by itself, where a plateau often
-//      is, and the rest in bins of equal width.
+//   1. Count the words within [low, high] in bins: `low` by itself, where a plateau
+//      often is, and the rest in bins of equal width.
 //   2. From the top, find the bin where the rank falls; it is the new [low, high].
-//      Done if no more than the slack of its words are unwanted, or if it is one word.
-//
 // Each round narrows the range by a factor of kNumBins: four rounds at worst. Words of
 // a plateau share a bin: the hardware adds up the increments of a warp to one address.
 template <typename Words>
-__device__ Cut SelectWord(const Cta& cta, const Words& words, uint32_t rank,
-                          uint32_t slack, uint32_t low, uint32_t high) {
+__device__ __forceinline__ Cut SelectByKey(const Cta& cta, const Words& words,
+                                           uint32_t rank, uint32_t above,
+                                           uint32_t inside, uint32_t low,
+                                           uint32_t high) {
   constexpr int kBinBits = 10;
   static_assert(kNumBins == 1 << kBinBits);
-  constexpr int kBinsPerThread = kNumBins / kThreads;
-  constexpr int kBatch = 4;  // loads in flight
-  Cta::Scratch& scratch = cta.scratch();
-  const uint32_t size = words.Size();
-  uint32_t above = 0;  // words beyond `high`
-
-  while (true) {
-    // 1. `bins` is complete at the second barrier.
+  while (low < high) {
+    __syncthreads();  // the bins are clear
     const uint32_t span = high - low;
     int shift = max(32 - __clz(static_cast<int>(span)) - kBinBits, 0);
-    if (span > 0 && (span - 1) >> shift >= kNumBins - 1) ++shift;
-    const auto bin_of = [&](uint32_t word) {
-      return word == low ? 0 : ((word - low - 1) >> shift) + 1;
-    };
-    ClearBins(cta);
-    __syncthreads();
-    for (uint32_t base = threadIdx.x; base < size; base += kBatch * kThreads) {
-      uint32_t word[kBatch];
-      bool valid[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const uint32_t i = base + j * kThreads;
-        valid[j] = i < size && words.Get(i, &word[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (valid[j] && word[j] - low <= span) {
-          atomicAdd(&cta.bins()[bin_of(word[j])], 1u);
-        }
-      }
-    }
-    __syncthreads();
-
-    // 2. Thread t owns the t-th group of bins from the top.
-    uint32_t inside[kBinsPerThread];
-    uint32_t sum = 0;
-    const int top = kNumBins - 1 - static_cast<int>(threadIdx.x) * kBinsPerThread;
-#pragma unroll
-    for (int j = 0; j < kBinsPerThread; ++j) sum += inside[j] = cta.bins()[top - j];
-    uint32_t all;
-    uint32_t before = above + ExclusiveSum(sum, scratch.totals[0], &all);
-#pragma unroll
-    for (int j = 0; j < kBinsPerThread; ++j) {
-      if (before < rank && rank <= before + inside[j]) {
-        scratch.bin = top - j;
-        scratch.above = before;
-        scratch.inside = inside[j];
-      }
-      before += inside[j];
-    }
-    __syncthreads();
-    above = scratch.above;
-    const uint32_t reached = above + scratch.inside;
-    const uint32_t bin = scratch.bin;
-    const uint32_t width = bin == 0 ? 0 : (1u << shift) - 1;
-    if (bin > 0) low += 1 + ((bin - 1) << shift);
+    if ((span - 1) >> shift >= kNumBins - 1) ++shift;
+    words.ForEach([&](uint32_t word, int) {
+      const uint32_t key = KeyOf(word);
+      const uint32_t bin = key == low ? 0 : ((key - low - 1) >> shift) + 1;
+      if (key - low <= span) atomicAdd(&cta.bins()[bin], 1u);
+    });
+    const Bin bin = FindBin(cta, rank - above);
+    above += bin.above;
+    inside = bin.inside;
+    const uint32_t width = bin.index == 0 ? 0 : (1u << shift) - 1;
+    if (bin.index > 0) low += 1 + ((bin.index - 1) << shift);
     if (high - low > width) high = low + width;
-    if (reached <= rank + slack || low == high) return {low, above, reached};
+    if (low < high && inside <= kFew) {
+      return RankFew(cta, words, rank - above, above, inside, [&](uint32_t word) {
+        return KeyOf(word) - low <= high - low;
+      });
+    }
+    ClearBins(cta);
   }
+  return {low, above, above + inside};
 }
 
-// The composite that exactly `rank` entries reach: no two are equal. Requires the keys
-// to be within [low, high] and the columns within `columns`.
-template <typename Entries>
-__device__ uint64_t SelectThreshold(const Cta& cta, const Entries& entries,
-                                    uint32_t rank, uint32_t low, uint32_t high,
-                                    Columns columns) {
-  const Cut key = SelectWord(cta, KeyWords<Entries>{entries}, rank, 0, low, high);
-  if (key.reached == rank) return Composite(key.word, 0xFFFFFFFFu);
-  // It falls between entries of one key.
-  const ColumnWords<Entries> words = {entries, key.word};
-  const Cut column =
-      SelectWord(cta, words, rank - key.above, 0, ~(columns.stop - 1), ~columns.start);
-  return Composite(key.word, ~column.word);
+// Bins of equal width by the value of words as float32. Exactness asks one thing of it:
+// a larger key never has a smaller bin. Every step grows with the word, if not strictly,
+// for infinities and any range too; a NaN, which has no value, goes to the bottom or to
+// the top, and a range that is none puts all words into one bin.
+struct ValueBins {
+  float scale, offset;  // to [0, 1]
+  float width, base;    // to the bins, in the lower bits of the mantissa
+
+  // `nans_on_top`: NaNs among the words have keys above all others (else: below).
+  __device__ ValueBins(float low, float high, bool nans_on_top) {
+    const float inverse =
+        high >= low ? 1.0f / (high - low) : __uint_as_float(0x7FC00000u);
+    scale = nans_on_top ? -inverse : inverse;
+    offset = nans_on_top ? high * inverse : -low * inverse;
+    // A mantissa of 2^21 leaves two bits behind the point, so that the bits of a sum are
+    // the address of a bin's word.
+    width = nans_on_top ? 1.0f - kNumBins : kNumBins - 1.0f;
+    base = nans_on_top ? 2097152.0f + (kNumBins - 1) : 2097152.0f;
+  }
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t word) const {
+    float place;  // NaN becomes 0
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;"
+        : "=f"(place)
+        : "f"(__uint_as_float(word)), "f"(scale), "f"(offset));
+    return (__float_as_uint(fmaf(place, width, base)) & (4 * kNumBins - 4)) / 4;
+  }
+};
+
+// The values of words, as far as they have any.
+struct Range {
+  float low;
+  float high;
+};
+
+// The range of the values of words, or none if a NaN is above them. One barrier.
+template <typename Words>
+__device__ __forceinline__ Range RangeOf(const Cta& cta, const Words& words) {
+  const uint32_t lane = threadIdx.x & 31;
+  const uint32_t warp = threadIdx.x / 32;
+  Cta::Scratch& scratch = cta.scratch();
+  float low = __uint_as_float(0x7F800000u);
+  float high = __uint_as_float(0xFF800000u);
+  int most = 0;  // above inf if a word is a NaN above it
+  words.ForEach([&](uint32_t word, int) {
+    low = fminf(low, __uint_as_float(word));  // passes over NaNs
+    high = fmaxf(high, __uint_as_float(word));
+    most = max(most, static_cast<int>(word));
+  });
+  if (most > 0x7F800000) high = __int_as_float(most);
+  const uint32_t min_key = __reduce_min_sync(kFullWarp, KeyOf(__float_as_uint(low)));
+  const uint32_t max_key = __reduce_max_sync(kFullWarp, KeyOf(__float_as_uint(high)));
+  if (lane == 0) {
+    scratch.min_keys[warp] = min_key;
+    scratch.max_keys[warp] = max_key;
+  }
+  __syncthreads();
+  const uint32_t one = lane % kWarps;
+  return {__uint_as_float(WordOf(__reduce_min_sync(kFullWarp, scratch.min_keys[one]))),
+          __uint_as_float(WordOf(__reduce_max_sync(kFullWarp, scratch.max_keys[one])))};
 }
 
-// Calls write(position, composite) for the entries that reach `threshold`, in the order
-// of the entries. `write` may overwrite entries up to the one it is called for.
-template <typename Entries, typename Write>
-__device__ void Compact(const Cta& cta, const Entries& entries, uint64_t threshold,
-                        Write&& write) {
-  constexpr int kBatch = 4;  // neighbours of 32 entries
+// The words in `bin` crowd: the rest of the select, by key.
+template <typename Words>
+__device__ __noinline__ Cut SelectInBin(const Cta cta, const Words words, uint32_t rank,
+                                        const ValueBins bin_of, const Bin bin) {
+  Cta::Scratch& scratch = cta.scratch();
+  if (threadIdx.x == 0) {
+    scratch.min_key = 0xFFFFFFFFu;
+    scratch.max_key = 0;
+  }
+  __syncthreads();  // also: the words are there
+  ClearBins(cta);
+  uint32_t min_key = 0xFFFFFFFFu;
+  uint32_t max_key = 0;
+  words.ForEach([&](uint32_t word, int) {
+    if (bin_of(word) == bin.index) {
+      min_key = min(min_key, KeyOf(word));
+      max_key = max(max_key, KeyOf(word));
+    }
+  });
+  min_key = __reduce_min_sync(kFullWarp, min_key);
+  max_key = __reduce_max_sync(kFullWarp, max_key);
+  if ((threadIdx.x & 31) == 0) {
+    atomicMin(&scratch.min_key, min_key);
+    atomicMax(&scratch.max_key, max_key);
+  }
+  __syncthreads();
+  return SelectByKey(cta, words, rank, bin.above, bin.inside, scratch.min_key,
+                     scratch.max_key);
+}
+
+// The `rank`-th largest key, or a key that `rank` to rank + slack words reach. So above <
+// rank <= reached. Requires 1 <= rank <= the number of words.
+//
+// One round by value, which nearly always leaves few words to compare. If the words
+// crowd in a bin, the rest is done by key, with the words in shared memory: there
+// `in_memory()` puts them, and says where. What is in registers does not survive that;
+// `restore()` is called afterwards.
+template <typename Words, typename InMemory, typename Restore>
+__device__ __forceinline__ Cut SelectByValue(const Cta& cta, const Words& words,
+                                             uint32_t rank, uint32_t slack,
+                                             const Range& range, bool nans_on_top,
+                                             InMemory&& in_memory,
+                                             Restore&& restore) {
+  const ValueBins bin_of(range.low, range.high, nans_on_top);
+  words.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
+  const Bin bin = FindBin(cta, rank);
+  if (slack > 0 && bin.above + bin.inside <= rank + slack) {
+    Rest(cta);
+    const float at = static_cast<float>(bin.index) * (1.0f / (kNumBins - 1));
+    const float value = fmaf(range.high - range.low, at, range.low);
+    return {KeyOf(__float_as_uint(value)), bin.above, bin.above + bin.inside};
+  }
+  if (bin.inside <= kFew) {
+    return RankFew(cta, words, rank - bin.above, bin.above, bin.inside,
+                   [&](uint32_t word) { return bin_of(word) == bin.index; });
+  }
+  const Cut cut = SelectInBin(cta, in_memory(), rank, bin_of, bin);
+  restore();
+  return cut;
+}
+
+// Compaction --------------------------------------------------------------------------
+
+// Writes an entry to shared memory at `address`, if a bit of `mask` is set and there is
+// room, and moves on if the bit is set. Never a branch.
+__device__ __forceinline__ void StoreEntryIf(uint32_t mask, uint32_t bit,
+                                             uint32_t& address, uint32_t limit,
+                                             uint32_t word, uint32_t column) {
+  asm volatile(
+      "{\n"
+      ".reg .pred q, p;\n"
+      ".reg .b32 t;\n"
+      "and.b32 t, %1, %2;\n"
+      "setp.ne.u32 q, t, 0;\n"
+      "setp.lt.and.u32 p, %0, %3, q;\n"
+      "@p st.shared.v2.u32 [%0], {%5, %4};\n"
+      "@q add.u32 %0, %0, 8;\n"
+      "}"
+      : "+r"(address)
+      : "r"(mask), "r"(bit), "r"(limit), "r"(word), "r"(column)
+      : "memory");
+}
+
+// Writes the columns of a tile that pass, as entries in column order, to to[count], ...,
+// as far as to[room - 1], and returns count plus their number. Calls `meanwhile` before
+// the one barrier. In turns: whoever uses totals[turn] again has passed the barrier of the
+// next tile.
+template <typename Bits, typename Passes, typename Meanwhile>
+__device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile<Bits>& tile,
+                                                int turn, uint32_t count, uint64_t* to,
+                                                uint32_t room, Passes&& passes,
+                                                Meanwhile&& meanwhile) {
+  constexpr int kVectors = Tile<Bits>::kVectors;
+  constexpr int kPerVector = Tile<Bits>::kPerVector;
+  const uint32_t warp = threadIdx.x / 32;
+
+  // 1. What passes, as a mask.
+  uint32_t mask = 0;
+  tile.ForEach([&](uint32_t word, int i) {
+    if (passes(word, tile.ColumnAt(i))) mask |= 1u << i;
+  });
+  meanwhile();
+
+  // 2. The counts of the vectors side by side in one word. A field holds the sum over a
+  // warp, up to 32 * kPerVector.
+  constexpr int kField = 32 / kVectors;
+  static_assert(32 * kPerVector < 1 << kField);
+  const auto field = [](uint32_t packed, int u) {
+    return packed >> (u * kField) & ((1u << kField) - 1);
+  };
+  uint32_t mine = mask - (mask >> 1 & 0x5555);
+  mine = (mine & 0x3333) + (mine >> 2 & 0x3333);
+  if constexpr (kPerVector == 4) {
+    mine = (mine | mine << 8) & 0x00FF00FF;
+    mine = (mine | mine << 4) & 0x0F0F0F0F;
+  } else {
+    mine = (mine & 0x0F0F) + (mine >> 4 & 0x0F0F);
+    mine = (mine | mine << 8) & 0x00FF00FF;
+  }
+  uint32_t sum = 0;
+  uint32_t of_warp = 0;
+  uint32_t total = 0;
+  if (__any_sync(kFullWarp, mask != 0)) {
+    sum = WarpInclusiveSum(mine);
+    of_warp = __shfl_sync(kFullWarp, sum, 31);
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) total += field(of_warp, u);
+  }
+  cta.scratch().totals[turn][warp] = total;  // all lanes the same
+  __syncthreads();
+
+  // 3. Write, where there is something.
+  uint32_t all;
+  uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
+  if (total > 0) {
+    const uint32_t list = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    const uint32_t limit = list + 8 * room;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (field(of_warp, u) > 0) {
+        uint32_t address = list + 8 * (position + field(sum, u) - field(mine, u));
+        const uint32_t first = tile.ColumnAt(u * kPerVector);
+#pragma unroll
+        for (int e = 0; e < kPerVector; ++e) {
+          StoreEntryIf(mask, 1u << (u * kPerVector + e), address, limit,
+                       tile.Word(u, e), first + e);
+        }
+        position += field(of_warp, u);
+      }
+    }
+  }
+  return count + all;
+}
+
+// The same for a chunk, until more than `enough` columns have passed; returns how many
+// did, up to and with the tile where that happened. `tile` is the chunk's first. Each
+// tile is on its way while the one before is looked at. (Two ahead were slower.)
+template <typename Bits, typename Passes>
+__device__ __forceinline__ uint32_t CompactChunk(const Cta& cta,
+                                                 const Vectors<Bits>& chunk,
+                                                 Tile<Bits> tile, uint64_t* to,
+                                                 uint32_t room, uint32_t enough,
+                                                 Passes&& passes) {
+  constexpr uint32_t kTileVectors = Tile<Bits>::kTileVectors;
+  uint32_t count = 0;
+  int turn = 0;
+  for (uint32_t base = 0; base < chunk.size && count <= enough;
+       base += kTileVectors, turn ^= 1) {
+    tile.Mask(chunk, base);
+    Tile<Bits> next;
+    count = CompactTile(cta, tile, turn, count, to, room, passes,
+                        [&] { next.Load(chunk, base + kTileVectors); });
+    tile = next;
+  }
+  __syncthreads();
+  return count;
+}
+
+// Writes an entry to shared memory, if so. Never a branch.
+__device__ __forceinline__ void StoreEntry(bool store, uint64_t* to, uint64_t entry) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.shared.u64 [%1], %2;\n"
+      "}" ::"r"(static_cast<uint32_t>(store)),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(entry)
+      : "memory");
+}
+
+// Entries that can be compacted: slot i holds one if Valid(i).
+
+struct ListEntries {
+  const uint64_t* list;
+  uint32_t count;
+
+  __device__ uint32_t Size() const { return count; }
+  __device__ bool Valid(uint32_t) const { return true; }
+  __device__ uint64_t Get(uint32_t i) const { return list[i]; }
+};
+
+// Calls write(passes, position, entry) for entries, with the positions of those that pass
+// in their order. One barrier for each kThreads * kBatch entries, before the writing;
+// `write` may overwrite entries up to the one it is called for.
+template <typename Entries, typename Passes, typename Write>
+__device__ __forceinline__ void CompactEntries(const Cta& cta, const Entries& entries,
+                                               Passes&& passes, Write&& write) {
+  constexpr int kBatch = 8;  // neighbours of 32 entries
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t warp = threadIdx.x / 32;
   const uint32_t size = entries.Size();
   uint32_t count = 0;
   int turn = 0;
-  __syncthreads();  // `totals` may have been in use
   for (uint32_t base = 0; base < size; base += kBatch * kThreads, turn ^= 1) {
-    uint64_t composite[kBatch];
+    uint64_t entry[kBatch];
     unsigned passing[kBatch];
     uint32_t total = 0;
+    const uint32_t first = base + warp * kBatch * 32 + lane;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + (warp * kBatch + j) * 32 + lane;
-      const bool valid = i < size && entries.Valid(i);
-      if (valid) composite[j] = entries.Get(i);
-      passing[j] = __ballot_sync(kFullWarp, valid && composite[j] >= threshold);
+      const uint32_t i = first + j * 32;
+      if ((i < size) & entries.Valid(i)) entry[j] = entries.Get(i);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const uint32_t i = first + j * 32;
+      const bool valid = (i < size) & entries.Valid(i);
+      passing[j] = __ballot_sync(
+          kFullWarp, valid & passes(EntryWord(entry[j]), EntryColumn(entry[j])));
       total += __popc(passing[j]);
     }
-    if (lane == 0) cta.scratch().totals[turn][warp] = total;
+    cta.scratch().totals[turn][warp] = total;  // all lanes the same
     __syncthreads();
     uint32_t all;
     uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if ((passing[j] >> lane & 1) != 0) {
-        write(position + __popc(passing[j] & ((1u << lane) - 1)), composite[j]);
-      }
+      write((passing[j] >> lane & 1) != 0,
+            position + __popc(passing[j] & ((1u << lane) - 1)), entry[j]);
       position += __popc(passing[j]);
     }
     count += all;
   }
+}
+
+// What exactly the selected pass: words beyond the key of the cut, and those that equal
+// it in the columns [start, start + reach].
+struct Threshold {
+  Beyond beyond;
+  uint32_t tie;
+  uint32_t start;
+  uint32_t reach;
+
+  __device__ Threshold(uint32_t key, Columns columns)
+      : beyond(key),
+        tie(WordOf(key)),
+        start(columns.start),
+        reach(columns.stop - 1 - columns.start) {}
+
+  __device__ bool operator()(uint32_t word, uint32_t column) const {
+    return beyond(word) | ((word == tie) & (column - start <= reach));  // no branch
+  }
+};
+
+// The column of the `wanted`-th of the entries that equal `tie`.
+template <typename Entries>
+__device__ __noinline__ uint32_t ColumnOfTie(const Cta cta, const Entries entries,
+                                             uint32_t tie, uint32_t wanted) {
+  CompactEntries(
+      cta, entries, [&](uint32_t word, uint32_t) { return word == tie; },
+      [&](bool passes, uint32_t position, uint64_t entry) {
+        if (passes && position == wanted - 1) cta.scratch().column = EntryColumn(entry);
+      });
+  __syncthreads();
+  return cta.scratch().column;
+}
+
+// Moves the `rank` largest of entries, whose cut is known, to the front of the list, in
+// column order.
+template <typename Entries>
+__device__ __forceinline__ void KeepSelected(const Cta& cta, const Entries& entries,
+                                             const Cut& cut, uint32_t rank,
+                                             Columns columns) {
+  Threshold threshold(cut.key, columns);
+  if (cut.reached > rank) {  // not all ties
+    const uint32_t column =
+        cut.column != Cut::kUnknown
+            ? cut.column
+            : ColumnOfTie(cta, entries, threshold.tie, rank - cut.above);
+    threshold.reach = column - columns.start;
+  }
+  uint64_t* list = cta.list();
+  CompactEntries(cta, entries, threshold,
+                 [&](bool passes, uint32_t position, uint64_t entry) {
+                   StoreEntry(passes, list + position, entry);
+                 });
   __syncthreads();
 }
 
-// Every column of a chunk that fits, into the list; notes the extremes.
-template <typename Bits>
-__device__ void LoadChunk(const Cta& cta, const RowEntries<Bits>& chunk) {
-  constexpr int kBatch = 8;  // loads in flight
-  const uint32_t size = chunk.Size();
-  const uint32_t start = chunk.columns.start;
-  ResetExtremes(cta);
-  uint32_t min_key = 0xFFFFFFFFu;
-  uint32_t max_key = 0;
-  for (uint32_t base = threadIdx.x; base < size; base += kBatch * kThreads) {
-    uint32_t key[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads;
-      if (i < size) key[j] = chunk.Key(i);
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads;
-      if (i < size) {
-        min_key = min(min_key, key[j]);
-        max_key = max(max_key, key[j]);
-        cta.list()[i] = Composite(key[j], start + i);
-      }
-    }
-  }
-  __syncthreads();
-  NoteExtremes(cta, min_key, max_key);
-  __syncthreads();
-}
+// Filter ------------------------------------------------------------------------------
 
 // What passes the filter: keys above `floor`. If `strict`, columns whose key is `floor`
 // itself count as ties; else they are of no interest.
 struct Filter {
   uint32_t floor;
   bool strict;
+  Range range;  // where survivors are to be expected
 };
 
-// A filter that about 1.3 to 2 k columns of a row pass. The same in every CTA that
-// asks: it depends on the row, its window and the capacity only. Calls `meanwhile`
-// while the sample is on its way.
+// How a row is sampled: the same in every CTA that asks. It depends on the row's window
+// only.
 //
-// Requires columns > capacity >= k. At least `rank` of the samples reach the threshold,
-// and rank exceeds what k columns would put there on average by 5 standard deviations.
-template <typename Bits, typename Meanwhile>
-__device__ Filter SampleThreshold(const Cta& cta, const RowEntries<Bits>& row,
-                                  uint32_t k, uint32_t max_samples,
-                                  Meanwhile&& meanwhile) {
-  const float length = static_cast<float>(row.Size());
-  // 1. As few samples as keep the survivors within the list, a power of two.
-  const auto rank_among = [&](uint32_t samples) {
-    const float mean = static_cast<float>(k) * static_cast<float>(samples) / length;
-    return mean + 5.0f * sqrtf(mean) + 8.0f;
-  };
-  // Columns that `reached` of the samples stand for, five standard deviations up.
-  const auto columns_for = [&](float reached, uint32_t samples) {
-    return (reached + 5.0f * sqrtf(reached)) * length / static_cast<float>(samples);
-  };
-  uint32_t samples = min(4096u, max_samples);
-  while (2 * samples <= max_samples &&
-         columns_for(rank_among(samples), samples) > cta.capacity) {
-    samples *= 2;
+// At least `rank` of the samples reach the threshold, and rank exceeds what k columns
+// would put there on average by 6 standard deviations; neighbours, which may be alike,
+// are sampled together. (Rounding is of no interest here.)
+struct Sampling {
+  static constexpr uint32_t kGroup = 4;
+
+  uint32_t log_groups;  // of kGroup neighbouring columns
+  uint32_t rank;
+  float columns_a_sample;
+
+  __device__ uint32_t Groups() const { return 1u << log_groups; }
+  __device__ uint32_t Samples() const { return kGroup << log_groups; }
+
+  // Columns that `reached` of the samples stand for, at most.
+  __device__ float ColumnsFor(float reached) const {
+    return (reached + kMargin * __fsqrt_rn(reached)) * columns_a_sample;
   }
-  const int log_samples = 31 - __clz(samples);
-  samples = 1u << log_samples;
-  const uint32_t rank = min(static_cast<uint32_t>(rank_among(samples)), samples);
 
-  // 2. One column from each of `samples` equal parts of the row, at a place within the
-  //    part that a hash of its number gives: no stride that a pattern could meet.
-  constexpr int kBatch = 4;  // loads in flight
-  uint32_t* keys = reinterpret_cast<uint32_t*>(cta.list());
-  ResetExtremes(cta);
-  uint32_t min_key = 0xFFFFFFFFu;
-  uint32_t max_key = 0;
-  const uint64_t size = row.Size();
-  for (uint32_t base = 0; base < samples; base += kBatch * kThreads) {
-    uint32_t key[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads + threadIdx.x;
-      const uint64_t jitter = (i * 2654435761u) >> 16;
-      if (i < samples) {
-        key[j] = row.Key(
-            static_cast<uint32_t>((i * size + (jitter * size >> 16)) >> log_samples));
-      }
-    }
-    if (base == 0) meanwhile();
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const uint32_t i = base + j * kThreads + threadIdx.x;
-      if (i < samples) {
-        min_key = min(min_key, key[j]);
-        max_key = max(max_key, key[j]);
-        keys[i] = key[j];
-      }
-    }
+  JAX_TOPK_HOST_DEVICE Sampling(uint32_t length, uint32_t k, uint32_t log_groups_)
+      : log_groups(log_groups_) {
+    const float samples = static_cast<float>(kGroup << log_groups);
+    columns_a_sample = static_cast<float>(length) / samples;
+    const float mean = static_cast<float>(k) / columns_a_sample;
+    rank = static_cast<uint32_t>(
+        fminf(mean + kMargin * sqrtf(mean) + kLeastMargin, samples));
   }
-  // A better lower bound than the least sample: in each of at least `rank` groups of
-  // threads the largest sample reaches the least of these largest.
-  uint32_t group = 1;
-  while (2 * group * rank <= kThreads && group < 32) group *= 2;
-  if (group * rank <= kThreads) {
-    min_key = max_key;
-    for (uint32_t lane = 1; lane < group; lane *= 2) {
-      min_key = max(min_key, __shfl_xor_sync(kFullWarp, min_key, lane));
-    }
-  }
-  __syncthreads();
-  NoteExtremes(cta, min_key, max_key);
-  __syncthreads();
+};
 
-  // 3. The threshold, near enough to the rank. If more columns would reach it than fit
-  //    in the list, they equal it: leave those out.
-  const Cut cut = SelectWord(cta, SampleWords{keys, samples}, rank, rank / 8,
-                             cta.scratch().min_key, cta.scratch().max_key);
-  const bool strict = cut.word == 0 || columns_for(static_cast<float>(cut.reached),
-                                                   samples) > cta.capacity;
-  return {strict ? cut.word : cut.word - 1, strict};
-}
+// The words of a sample, in registers: `count`, and some kNoWord.
+struct SampleWords {
+  static constexpr uint32_t kGroups = kPerThread / Sampling::kGroup;
 
-// The keys of a 16-byte vector of scores, in place: one a word, or two.
-template <typename Bits>
-__device__ __forceinline__ void VectorToKeys(uint4& vector) {
-  const auto to_keys = [](uint32_t word) {
-    if constexpr (sizeof(Bits) == 4) {
-      return OrderedKey<Bits>(word);
-    } else {
-      const uint32_t negative = (word >> 15 & 0x00010001u) * 0xFFFFu;
-      return word ^ (negative | 0x80008000u);
-    }
-  };
-  vector = make_uint4(to_keys(vector.x), to_keys(vector.y), to_keys(vector.z),
-                      to_keys(vector.w));
-}
+  uint32_t words[kPerThread];
+  uint32_t groups;  // a power of two
 
-// Key e of a vector of keys; e is a constant.
-template <typename Bits>
-__device__ __forceinline__ uint32_t KeyOfVector(const uint4& keys, int e) {
-  const uint32_t words[4] = {keys.x, keys.y, keys.z, keys.w};
-  if constexpr (sizeof(Bits) == 4) {
-    return words[e];
-  } else {
-    return e % 2 == 0 ? words[e / 2] & 0xFFFFu : words[e / 2] >> 16;
-  }
-}
+  __device__ uint32_t ColumnAt(int i) const { return i * kThreads + threadIdx.x; }
 
-// The columns of a chunk whose key exceeds `floor`, into the list, in column order.
-// Notes the extremes. Returns their number; if that is above the capacity, the list is
-// of no use.
-//
-// Tile by tile: every warp counts what passes in its part of the tile; one barrier;
-// every warp sums up the counts before its own and writes. Meanwhile the next tile is
-// on its way.
-template <typename Bits>
-__device__ uint32_t FilterChunk(const Cta& cta, const RowEntries<Bits>& chunk,
-                                uint32_t floor) {
-  constexpr int kPerVector = 16 / sizeof(Bits);
-  constexpr int kUnroll = 16 / kPerVector;  // vectors of a lane in a tile
-  constexpr uint32_t kTile = kThreads * kUnroll;
-  // The counts of the kUnroll vectors of a lane, side by side in one word; their sums
-  // over a warp, up to 32 * kPerVector, must not run over.
-  constexpr int kField = 32 / kUnroll;
-  static_assert(32 * kPerVector < 1 << kField);
-  const auto field = [](uint32_t packed, int u) {
-    return packed >> (u * kField) & ((1u << kField) - 1);
-  };
-
-  const uint32_t lane = threadIdx.x & 31;
-  const uint32_t warp = threadIdx.x / 32;
-  uint32_t count = 0;
-  uint32_t max_key = 0;
-
-  // The chunk as 16-byte vectors between a head and a tail of less than a vector each.
-  const Columns columns = chunk.columns;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(chunk.row + columns.start);
-  const uint32_t misaligned = static_cast<uint32_t>(first / sizeof(Bits)) % kPerVector;
-  const uint32_t head =  // where the vectors begin
-      min(columns.start + (kPerVector - misaligned) % kPerVector, columns.stop);
-  const uint32_t num_vectors = (columns.stop - head) / kPerVector;
-  const uint32_t tail = head + num_vectors * kPerVector;  // where they end
-  const uint4* vectors = reinterpret_cast<const uint4*>(chunk.row + head);
-
-  // Head and tail: every warp looks, so that all know the count, and the first writes.
-  const auto filter_edge = [&](uint32_t from, uint32_t to) {
-    const uint32_t column = from + lane;
-    const uint32_t key = column < to ? chunk.KeyAt(column) : 0;
-    const unsigned mask = __ballot_sync(kFullWarp, key > floor);
-    const uint32_t position = count + __popc(mask & ((1u << lane) - 1));
-    if (key > floor && warp == 0 && position < cta.capacity) {
-      cta.list()[position] = Composite(key, column);
-    }
-    max_key = max(max_key, key);
-    count += __popc(mask);
-  };
-
-  __syncthreads();  // the list and the scratch may have been in use
-  ResetExtremes(cta);
-  filter_edge(columns.start, head);
-
-  const auto vector_of = [&](uint32_t base, int u) {
-    return base + (warp * kUnroll + u) * 32 + lane;
-  };
-  uint4 next[kUnroll];
-  const auto load = [&](uint32_t base) {
+  template <typename F>
+  __device__ __forceinline__ void ForEach(F&& f) const {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t i = vector_of(base, u);
-      if (i < num_vectors) next[u] = __ldg(vectors + i);
-    }
-  };
-  load(0);
-  int turn = 0;
-  for (uint32_t base = 0; base < num_vectors; base += kTile, turn ^= 1) {
-    uint4 keys[kUnroll];
-    uint32_t mine = 0;
+    for (uint32_t j = 0; j < kGroups; ++j) {
+      if (j * kThreads < groups) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      keys[u] = next[u];
-      VectorToKeys<Bits>(keys[u]);
-      // A key of 0 passes no filter.
-      if (vector_of(base, u) >= num_vectors) keys[u] = make_uint4(0, 0, 0, 0);
-      uint32_t passing = 0;
-#pragma unroll
-      for (int e = 0; e < kPerVector; ++e) {
-        passing += KeyOfVector<Bits>(keys[u], e) > floor ? 1 : 0;
-      }
-      mine |= passing << (u * kField);
-    }
-    load(base + kTile);
-
-    const uint32_t sum = WarpInclusiveSum(mine);
-    const uint32_t of_warp = __shfl_sync(kFullWarp, sum, 31);
-    uint32_t total = 0;
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) total += field(of_warp, u);
-    // In turns: whoever writes totals[turn] again has passed the barrier of the next
-    // tile, where everybody has read it.
-    if (lane == 0) cta.scratch().totals[turn][warp] = total;
-    __syncthreads();
-    uint32_t all;
-    uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
-    count += all;
-    if (count > cta.capacity) break;
-    if (total > 0) {
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        uint32_t at = position + field(sum, u) - field(mine, u);
-        const uint32_t column = head + vector_of(base, u) * kPerVector;
-#pragma unroll
-        for (int e = 0; e < kPerVector; ++e) {
-          const uint32_t key = KeyOfVector<Bits>(keys[u], e);
-          if (key > floor) {
-            cta.list()[at] = Composite(key, column + e);
-            max_key = max(max_key, key);
-            ++at;
-          }
+        for (uint32_t e = 0; e < Sampling::kGroup; ++e) {
+          f(words[j * Sampling::kGroup + e], static_cast<int>(j * Sampling::kGroup + e));
         }
-        position += field(of_warp, u);
       }
     }
   }
-  filter_edge(tail, columns.stop);
-  if (num_vectors == 0) __syncthreads();  // the extremes have been reset
-  NoteExtremes(cta, floor, max_key);
-  __syncthreads();
-  return count;
-}
+};
 
-// The first `wanted` columns of a chunk whose key is `key`, in column order, into the
-// list from position `at`. Returns how many there were.
+// Draws a sample: one group from each of Groups() equal parts of the row, at a place within
+// the part that a hash of its number gives, so that there is no stride that a pattern
+// could meet. Groups are aligned, and read at once.
 template <typename Bits>
-__device__ uint32_t CollectTies(const Cta& cta, const RowEntries<Bits>& chunk,
-                                uint32_t key, uint32_t wanted, uint32_t at) {
-  constexpr int kPerThread = 8;  // neighbouring columns
-  uint32_t found = 0;
-  int turn = 0;
-  __syncthreads();  // `totals` may have been in use
-  for (uint32_t base = chunk.columns.start; base < chunk.columns.stop && found < wanted;
-       base += kThreads * kPerThread, turn ^= 1) {
-    const uint32_t first = base + threadIdx.x * kPerThread;
-    uint32_t ties = 0;
+__device__ __forceinline__ void DrawSample(const Scores<Bits>& scores, const Bits* row,
+                                           Columns columns, const Sampling& sampling,
+                                           SampleWords* sample) {
+  constexpr int kGroupBytes = Sampling::kGroup * sizeof(Bits);
+  const Vectors<Bits, kGroupBytes> vectors(scores, row, columns);
+  const uint32_t shift = sampling.log_groups;
+  const Bits* first = vectors.data + vectors.first_whole * Sampling::kGroup;
+  sample->groups = sampling.Groups();
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const bool inside = first + j < chunk.columns.stop;
-      if (inside && chunk.KeyAt(first + j) == key) ties |= 1u << j;
+  for (uint32_t j = 0; j < SampleWords::kGroups; ++j) {
+    uint32_t* words = &sample->words[j * Sampling::kGroup];
+    const uint32_t i = j * kThreads + threadIdx.x;
+    if (i < sample->groups) {
+      // Its place as a fraction of the row, times 2^32.
+      const uint32_t jitter = i * 2654435761u;
+      const uint32_t fraction = shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;
+      const uint32_t place = __umulhi(fraction, vectors.num_whole);
+      if constexpr (sizeof(Bits) == 4) {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(first) + place);
+        words[0] = four.x;
+        words[1] = four.y;
+        words[2] = four.z;
+        words[3] = four.w;
+      } else {
+        const uint2 four = __ldg(reinterpret_cast<const uint2*>(first) + place);
+        words[0] = four.x << 16;
+        words[1] = four.x & 0xFFFF0000u;
+        words[2] = four.y << 16;
+        words[3] = four.y & 0xFFFF0000u;
+      }
+    } else {
+#pragma unroll
+      for (uint32_t e = 0; e < Sampling::kGroup; ++e) words[e] = kNoWord;
     }
-    uint32_t all;
-    uint32_t position =
-        found + ExclusiveSum(__popc(ties), cta.scratch().totals[turn], &all);
-    for (; ties != 0 && position < wanted; ties &= ties - 1, ++position) {
-      cta.list()[at + position] = Composite(key, first + __ffs(ties) - 1);
-    }
-    found += all;
   }
-  __syncthreads();
-  return min(found, wanted);
 }
 
-// What a chunk was reduced to: `survivors` composites in column order, then `ties`
-// composites in column order. `exact`: they are the k largest of the chunk.
+// A filter that about 1.3 to 2 k columns of a row pass. Leaves the list in disarray.
+template <typename Bits, typename Restore>
+__device__ __forceinline__ Filter SampleFilter(const Cta& cta, const Sampling& sampling,
+                                               const SampleWords& sample,
+                                               Restore&& restore) {
+  const Range range = RangeOf(cta, sample);
+  const uint32_t slack = max(sampling.rank / 8, 1u);
+  const auto in_memory = [&] {
+    uint32_t* words = reinterpret_cast<uint32_t*>(cta.list());
+    sample.ForEach([&](uint32_t word, int i) {
+      const uint32_t group = i / Sampling::kGroup * kThreads + threadIdx.x;
+      const uint32_t at = group * Sampling::kGroup + i % Sampling::kGroup;
+      if (group < sample.groups) words[at] = word;
+    });
+    return PlainWords{words, sampling.Samples(), 0};
+  };
+  const Cut cut =
+      SelectByValue(cta, sample, sampling.rank, slack, range, false, in_memory, restore);
+  // If more columns would reach the threshold than fit in the list, they equal it: leave
+  // those out.
+  const bool strict =
+      cut.key <= LeastKey<Bits>() ||
+      sampling.ColumnsFor(static_cast<float>(cut.reached)) > cta.capacity;
+  const uint32_t floor = strict ? cut.key : cut.key - 1;
+  return {floor, strict, {__uint_as_float(WordOf(floor)), range.high}};
+}
+
+// Reduction ---------------------------------------------------------------------------
+
+// What a chunk was reduced to: `survivors` entries of the list in column order, and from
+// list[ties_at] on `ties` entries in column order. `exact`: they are the k largest of the
+// chunk.
 struct Reduced {
   uint32_t survivors;
   uint32_t ties;
+  uint32_t ties_at;
   bool exact;
 };
+
+// Columns of a chunk whose key exceeds `floor`, into the list. Returns their number; if
+// that is above the capacity, the list is of no use. Requires floor >= LeastKey.
+template <typename Bits>
+__device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
+                                                const Vectors<Bits>& chunk,
+                                                const Tile<Bits>& first,
+                                                uint32_t floor) {
+  const Beyond beyond(floor);
+  return CompactChunk(
+      cta, chunk, first, cta.list(), cta.capacity, cta.capacity,
+      [&](uint32_t word, uint32_t) { return beyond(word); });
+}
+
+// The first `wanted` columns of a chunk whose key is `key`, into the list from position
+// `at` on. Returns how many there were.
+template <typename Bits>
+__device__ __noinline__ uint32_t CollectTies(const Cta cta, const Vectors<Bits> chunk,
+                                             uint32_t key, uint32_t wanted,
+                                             uint32_t at) {
+  if (wanted == 0) return 0;
+  const Columns columns = chunk.columns;
+  const uint32_t tie = WordOf(key);
+  Tile<Bits> first;
+  first.Load(chunk, 0);
+  const uint32_t found =
+      CompactChunk(cta, chunk, first, cta.list() + at, wanted, wanted - 1,
+                   [&](uint32_t word, uint32_t column) {
+                     return word == tie &&
+                            column - columns.start < columns.stop - columns.start;
+                   });
+  return min(found, wanted);
+}
 
 // The k largest of a chunk of at least k columns, without a sample, in as many reads as
 // it takes. Slow: nothing that is common comes here.
 template <typename Bits>
-__device__ Reduced SelectExactly(const Cta cta, const RowEntries<Bits> chunk,
-                                 uint32_t k) {
+__device__ __noinline__ Reduced SelectExactly(const Cta cta, const Vectors<Bits> chunk,
+                                              uint32_t k) {
+  const Columns columns = chunk.columns;
+  const Bits* first_score = chunk.data + (columns.start - chunk.column);
+  const ChunkWords<Bits> words = {first_score, columns.stop - columns.start,
+                                  columns.start};
+  const uint32_t key = SelectByKey(cta, words, k, 0, 0, 0, 0xFFFFFFFFu).key;
+  Tile<Bits> first;
+  first.Load(chunk, 0);
   __syncthreads();
-  const uint32_t key =
-      SelectWord(cta, KeyWords<RowEntries<Bits>>{chunk}, k, 0, 0, 0xFFFFFFFFu).word;
-  const uint32_t survivors = FilterChunk(cta, chunk, key);  // at most k
-  return {survivors, CollectTies(cta, chunk, key, k - survivors, survivors), true};
+  const uint32_t survivors = FilterChunk(cta, chunk, first, key);  // fewer than k
+  const uint32_t ties = CollectTies(cta, chunk, key, k - survivors, survivors);
+  return {survivors, ties, survivors, true};
 }
 
 // One read of a chunk. Whatever belongs to the k largest of the row is in the list, if
 // at least k columns of the row pass the filter (or, if it is strict, reach its floor):
 //   - all survivors of the chunk if they fit, or exactly its own k largest;
 //   - fewer than k survivors and a strict filter: the first ties, up to k together.
+// `ties_at`: where ties go, at least; the list has room for k more there.
 template <typename Bits>
-__device__ Reduced ReduceChunk(const Cta& cta, const RowEntries<Bits>& chunk,
-                               uint32_t k, Filter filter) {
-  const uint32_t survivors = FilterChunk(cta, chunk, filter.floor);
+__device__ __forceinline__ Reduced ReduceChunk(const Cta& cta,
+                                               const Vectors<Bits>& chunk,
+                                               const Tile<Bits>& first, uint32_t k,
+                                               const Filter& filter, uint32_t ties_at) {
+  const uint32_t survivors = FilterChunk(cta, chunk, first, filter.floor);
   if (survivors > cta.capacity) return SelectExactly(cta, chunk, k);
-  uint32_t ties = 0;
+  Reduced reduced = {survivors, 0, max(ties_at, survivors), false};
   if (filter.strict && survivors < k) {
-    ties = CollectTies(cta, chunk, filter.floor, k - survivors, survivors);
+    reduced.ties = CollectTies(cta, chunk, filter.floor, k - survivors, reduced.ties_at);
   }
-  return {survivors, ties, false};
+  return reduced;
 }
 
-// The composite that exactly k of the list's first `count` >= k entries reach. The
-// scratch has the extremes of their keys.
-__device__ inline uint64_t SelectInList(const Cta& cta, uint32_t count, uint32_t k,
-                                        Columns columns) {
-  if (count == k) return 0;
-  const ListEntries entries = {cta.list(), count};
-  return SelectThreshold(cta, entries, k, cta.scratch().min_key, cta.scratch().max_key,
-                         columns);
+// Leaves in the list the k largest of its first `count` >= k entries, in column order.
+__device__ __noinline__ inline void SelectInList(const Cta cta, uint32_t count,
+                                                 uint32_t k, const Range range,
+                                                 Columns columns) {
+  if (count == k) return;
+  const ListWords words = {cta.list(), count};
+  const Cut cut =
+      SelectByValue(cta, words, k, 0, range, true, [&] { return words; }, [] {});
+  KeepSelected(cta, ListEntries{cta.list(), count}, cut, k, columns);
 }
 
-// Calls write(position, composite) for the survivors and ties of a list, merged into
-// column order.
+// Calls write(position, entry) for the survivors of a list and then for its ties. `write`
+// may overwrite entries up to the one it is called for.
 template <typename Write>
-__device__ void Merge(const Cta& cta, uint32_t survivors, uint32_t ties,
-                      Write&& write) {
-  const uint32_t count = survivors + ties;
-  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const uint64_t composite = cta.list()[i];
-    const bool tie = i >= survivors;
+__device__ void Join(const Cta& cta, const Reduced& reduced, Write&& write) {
+  const uint32_t count = reduced.survivors + reduced.ties;
+  const uint32_t skipped = reduced.ties_at - reduced.survivors;
+  for (uint32_t base = 0; base < count; base += kThreads) {
+    const uint32_t i = base + threadIdx.x;
+    uint64_t entry = 0;
+    if (i < count) entry = cta.list()[i < reduced.survivors ? i : i + skipped];
+    __syncthreads();
+    if (i < count) write(i, entry);
+  }
+}
+
+// The same, but with both merged into column order, and without overwriting.
+template <typename Write>
+__device__ void Merge(const Cta& cta, const Reduced& reduced, Write&& write) {
+  const uint64_t* survivors = cta.list();
+  const uint64_t* ties = cta.list() + reduced.ties_at;
+  for (uint32_t i = threadIdx.x; i < reduced.survivors + reduced.ties; i += kThreads) {
+    const bool tie = i >= reduced.survivors;
+    const uint32_t own = tie ? i - reduced.survivors : i;
+    const uint64_t entry = tie ? ties[own] : survivors[own];
     // How many of the others come before.
-    uint32_t low = tie ? 0 : survivors;
-    uint32_t high = tie ? survivors : count;
+    const uint64_t* others = tie ? survivors : ties;
+    uint32_t low = 0;
+    uint32_t high = tie ? reduced.survivors : reduced.ties;
     while (low < high) {
       const uint32_t middle = (low + high) / 2;
-      if (CompositeColumn(cta.list()[middle]) < CompositeColumn(composite)) {
+      if (EntryColumn(others[middle]) < EntryColumn(entry)) {
         low = middle + 1;
       } else {
         high = middle;
       }
     }
-    write(tie ? i - survivors + low : i + low - survivors, composite);
+    write(own + low, entry);
   }
 }
+
+// Output ------------------------------------------------------------------------------
 
 // Sorts list[0 .. size), size a power of two, in descending order: a bitonic network,
 // the same time for every input.
@@ -743,7 +1222,7 @@ __device__ inline void SortDescending(uint64_t* list, uint32_t size) {
   __syncthreads();
 }
 
-// Calls write(position, composite) for list[0 .. count), in descending order. May leave
+// Calls write(position, word, column) for list[0 .. count) by descending value. Leaves
 // the list in disarray.
 //
 //   1. Count the entries in kNumBins buckets of equal width, the largest first; sum up.
@@ -751,26 +1230,31 @@ __device__ inline void SortDescending(uint64_t* list, uint32_t size) {
 //   3. Rank each within its bucket.
 // If a bucket is crowded, sort instead: slower, but the same for every input.
 template <typename Write>
-__device__ void ForEachByValue(const Cta& cta, uint32_t count, Write&& write) {
+__device__ __noinline__ void ForEachByValue(const Cta cta, uint32_t count, const Write write) {
   constexpr int kBinBits = 10;
   constexpr int kBinsPerThread = kNumBins / kThreads;
   Cta::Scratch& scratch = cta.scratch();
   const auto for_each = [&](auto&& f) {
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) f(i, cta.list()[i]);
   };
+  const auto write_composite = [&](uint32_t position, uint64_t composite) {
+    write(position, WordOf(CompositeKey(composite)), CompositeColumn(composite));
+  };
 
   // 1.
-  __syncthreads();  // the scratch may have been in use
   ResetExtremes(cta);
   ClearBins(cta);
-  if (threadIdx.x == 0) scratch.count = 0;
+  if (threadIdx.x == 0) scratch.most = 0;
   __syncthreads();
   uint32_t min_key = 0xFFFFFFFFu;
   uint32_t max_key = 0;
-  for_each([&](uint32_t, uint64_t composite) {
-    min_key = min(min_key, CompositeKey(composite));
-    max_key = max(max_key, CompositeKey(composite));
-  });
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    const uint64_t entry = cta.list()[i];
+    const uint32_t key = KeyOf(EntryWord(entry));
+    min_key = min(min_key, key);
+    max_key = max(max_key, key);
+    cta.list()[i] = Composite(key, EntryColumn(entry));  // its own
+  }
   NoteExtremes(cta, min_key, max_key);
   __syncthreads();
   const uint64_t high = Composite(scratch.max_key, 0);
@@ -793,7 +1277,7 @@ __device__ void ForEachByValue(const Cta& cta, uint32_t count, Write&& write) {
     most = max(most, inside[j]);
   }
   most = __reduce_max_sync(kFullWarp, most);
-  if ((threadIdx.x & 31) == 0) atomicMax(&scratch.count, most);
+  if ((threadIdx.x & 31) == 0) atomicMax(&scratch.most, most);
   uint32_t all;
   uint32_t begin = ExclusiveSum(sum, scratch.totals[0], &all);
 #pragma unroll
@@ -803,12 +1287,12 @@ __device__ void ForEachByValue(const Cta& cta, uint32_t count, Write&& write) {
   }
   __syncthreads();
 
-  if (scratch.count > kFewInBucket) {
+  if (scratch.most > kFewInBucket) {
     uint32_t size = 1;
     while (size < count) size *= 2;
     for (uint32_t i = count + threadIdx.x; i < size; i += kThreads) cta.list()[i] = 0;
     SortDescending(cta.list(), size);
-    for_each([&](uint32_t i, uint64_t composite) { write(i, composite); });
+    for_each(write_composite);
     return;
   }
 
@@ -828,15 +1312,8 @@ __device__ void ForEachByValue(const Cta& cta, uint32_t count, Write&& write) {
     for (uint32_t other = rank; other < ends; ++other) {
       rank += cta.list()[cta.order()[other]] > composite;
     }
-    write(rank, composite);
+    write_composite(rank, composite);
   }
-}
-
-template <typename Bits>
-__device__ RowEntries<Bits> EntriesOf(const TopKParams& params, int64_t row) {
-  const Window window = RowWindow(params, row);
-  return {static_cast<const Bits*>(params.scores) + row * params.n,
-          {static_cast<uint32_t>(window.start), static_cast<uint32_t>(window.stop)}};
 }
 
 // Where the answer of a row goes.
@@ -847,40 +1324,23 @@ struct RowOutput {
 
   __device__ RowOutput(const TopKParams& params, int64_t row)
       : values(static_cast<Bits*>(params.values) + row * params.k),
-        indices(params.indices + row * params.k) {}
+        indices(params.indices + row * params.k) {
+    // Keeps the compiler from computing them anew at every write.
+    asm volatile("" : "+l"(values), "+l"(indices));
+  }
 
-  __device__ void operator()(uint32_t slot, uint64_t composite) const {
-    values[slot] = ScoreBits<Bits>(CompositeKey(composite));
-    indices[slot] = static_cast<int32_t>(CompositeColumn(composite));
+  __device__ __forceinline__ void operator()(uint32_t slot, uint32_t word,
+                                             uint32_t column) const {
+    values[slot] = Narrow<Bits>(word);
+    indices[slot] = static_cast<int32_t>(column);
   }
 };
-
-// Writes the answer of a row, in order: the survivors that reach `threshold` and the
-// ties, `kept` together. Leaves the list in disarray.
-template <typename Bits>
-__device__ void EmitRow(const Cta& cta, const TopKParams& params, int64_t row,
-                        uint32_t survivors, uint32_t ties, uint64_t threshold,
-                        uint32_t kept) {
-  const RowOutput<Bits> out(params, row);
-  const ListEntries entries = {cta.list(), survivors};
-  if (params.sorted) {
-    if (survivors + ties > kept) {
-      Compact(cta, entries, threshold, [&](uint32_t position, uint64_t composite) {
-        cta.list()[position] = composite;
-      });
-    }
-    ForEachByValue(cta, kept, out);
-  } else if (ties > 0) {
-    Merge(cta, survivors, ties, out);
-  } else {
-    Compact(cta, entries, threshold, out);
-  }
-}
 
 // Turns the `kept` columns that were written into slots, if there is a page table. A pass
 // of its own, since registers are dear where the columns are written.
 template <typename Bits>
-__device__ void EmitSlots(const TopKParams& params, int64_t row, uint32_t kept) {
+__device__ __forceinline__ void EmitSlots(const TopKParams& params, int64_t row,
+                                          uint32_t kept) {
   if (params.page_table == nullptr) return;
   __syncthreads();  // all columns are written
   const RowOutput<Bits> out(params, row);
@@ -889,63 +1349,203 @@ __device__ void EmitSlots(const TopKParams& params, int64_t row, uint32_t kept) 
   }
 }
 
-// Fills the slots beyond a window of `kept` columns.
+// Writes the answer of a row: the list's first `kept` entries, by column as they are or
+// by value, and the padding beyond.
 template <typename Bits>
-__device__ void EmitPadding(const TopKParams& params, int64_t row, uint32_t kept) {
+__device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params,
+                                        int64_t row, uint32_t kept) {
   const RowOutput<Bits> out(params, row);
+  if (params.sorted) {
+    ForEachByValue(cta, kept, out);
+  } else {
+    constexpr uint32_t kBatch = 4;
+    for (uint32_t base = threadIdx.x; base < kept; base += kBatch * kThreads) {
+      uint64_t entry[kBatch];
+#pragma unroll
+      for (uint32_t j = 0; j < kBatch; ++j) {
+        const uint32_t i = base + j * kThreads;
+        if (i < kept) entry[j] = cta.list()[i];
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kBatch; ++j) {
+        const uint32_t i = base + j * kThreads;
+        if (i < kept) out(i, EntryWord(entry[j]), EntryColumn(entry[j]));
+      }
+    }
+  }
   for (uint32_t i = kept + threadIdx.x; i < params.k; i += kThreads) {
     out.values[i] = static_cast<Bits>(PadBits(params.type));
     out.indices[i] = -1;
   }
+  EmitSlots<Bits>(params, row, kept);
+}
+
+// Rows --------------------------------------------------------------------------------
+
+template <typename Bits>
+struct Row {
+  Scores<Bits> scores;
+  const Bits* data;  // column 0
+  Columns columns;
+
+  __device__ Row(const TopKParams& params, int64_t row) {
+    scores.begin = static_cast<const Bits*>(params.scores);
+    scores.end = scores.begin + params.rows * params.n;
+    data = scores.begin + row * params.n;
+    const Window window = RowWindow(params, row);
+    columns = {static_cast<uint32_t>(window.start), static_cast<uint32_t>(window.stop)};
+  }
+
+  __device__ uint32_t Length() const { return columns.stop - columns.start; }
+  __device__ Vectors<Bits> Of(Columns some) const {
+    return Vectors<Bits>(scores, data, some);
+  }
+  // Whether a CTA can keep the columns in its registers, and in its list.
+  __device__ bool Resident(uint32_t capacity) const {
+    return Length() <= capacity && Of(columns).size <= Tile<Bits>::kTileVectors;
+  }
+};
+
+// How several CTAs cut a row into chunks of equal size: of whole vectors, and no smaller
+// than pays.
+struct Cutting {
+  uint32_t size;   // of a chunk
+  uint32_t count;  // of chunks
+
+  JAX_TOPK_HOST_DEVICE Cutting(int64_t length, int64_t ctas, int64_t min_size) {
+    constexpr int64_t kAlign = 16;
+    const int64_t share = (length + ctas - 1) / ctas;
+    const int64_t wished = share > min_size ? share : min_size;
+    size = static_cast<uint32_t>((wished + kAlign - 1) / kAlign * kAlign);
+    count = static_cast<uint32_t>((length + size - 1) / size);
+  }
+
+  __device__ Columns ChunkOf(Columns columns, uint32_t one) const {
+    const uint32_t first = min(columns.start + one * size, columns.stop);
+    return {first, min(first + size, columns.stop)};
+  }
+};
+
+// What is the same for all rows of a launch whose window is all of the row. (The divisions
+// and roots of the others take a while.)
+struct WholeRows {
+  Sampling sampling;
+  Cutting cutting;
+
+  WholeRows(const TopKParams& params, const Plan& plan)
+      : sampling(static_cast<uint32_t>(params.n), static_cast<uint32_t>(params.k),
+                 LogGroups(plan.num_samples)),
+        cutting(params.n, plan.ctas_per_row, plan.min_chunk) {}
+
+  static uint32_t LogGroups(int64_t samples) {
+    uint32_t log = 0;
+    while (2 * int64_t{Sampling::kGroup} << log <= samples) ++log;
+    return log;
+  }
+};
+
+// The answer of a row whose columns fit in a tile.
+template <typename Bits>
+__device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams& params,
+                                               int64_t row, const Row<Bits>& entries) {
+  const Columns columns = entries.columns;
+  const uint32_t length = entries.Length();
+  const uint32_t kept = min(length, static_cast<uint32_t>(params.k));
+  const Vectors<Bits> vectors = entries.Of(columns);
+  Tile<Bits> tile;
+  const auto load = [&] {
+    tile.Load(vectors, 0);
+    tile.Mask(vectors, 0);
+  };
+  load();
+  Cut cut = {LeastKey<Bits>(), length, length + 1};  // all of them
+  if (length > kept) {
+    const auto in_memory = [&] {
+      uint32_t* words = reinterpret_cast<uint32_t*>(cta.list());
+      tile.ForEach([&](uint32_t word, int i) {
+        const uint32_t at = tile.ColumnAt(i) - columns.start;
+        if (at < length) words[at] = word;
+      });
+      return PlainWords{words, length, columns.start};
+    };
+    cut = SelectByValue(cta, tile, kept, 0, RangeOf(cta, tile), false, in_memory, load);
+  }
+  const auto keep = [&](int turn, const auto& passes) {
+    CompactTile(cta, tile, turn, 0, cta.list(), kept, passes, [] {});
+    __syncthreads();
+  };
+  if (cut.reached == kept) {
+    const Beyond beyond(cut.key - 1);
+    keep(0, [&](uint32_t word, uint32_t) { return beyond(word); });
+  } else {
+    Threshold threshold(cut.key, columns);
+    if (length > kept && cut.column == Cut::kUnknown) {
+      // Which is the last of the ties that are selected?
+      const Threshold all = threshold;
+      threshold.beyond = Beyond(0xFFFFFFFFu);
+      keep(0, threshold);
+      cut.column = EntryColumn(cta.list()[kept - cut.above - 1]);
+      threshold.beyond = all.beyond;
+      __syncthreads();
+    }
+    if (length > kept) threshold.reach = cut.column - columns.start;
+    keep(1, threshold);
+  }
+  EmitRow<Bits>(cta, params, row, kept);
 }
 
 // The answer of a row. A barrier must follow before shared memory is used again.
 //
-// `chunk` is what this CTA reads of a row that it cannot load whole: all of it, unless
-// it shares the row with others. Then `prepare()` is called early, while there is time,
-// and `meet(&reduced)` hands over what the chunk was reduced to; it returns false if
+// `chunk` is what this CTA reads of a row that is not resident: all of it, unless it
+// shares the row with others. Then `prepare()` is called early, while there is time, and
+// `meet(&reduced, filter)` hands over what the chunk was reduced to; it returns false if
 // another CTA answers, and else leaves in the list and in `reduced` what the chunks of
-// all were reduced to, and in the scratch the extremes of the keys.
+// all were reduced to.
 template <typename Bits, typename Prepare, typename Meet>
-__device__ void SelectRow(const Cta& cta, const TopKParams& params, int64_t row,
-                          const RowEntries<Bits>& entries,
-                          const RowEntries<Bits>& chunk, uint32_t max_samples,
-                          Prepare&& prepare, Meet&& meet) {
+__device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& params,
+                                          int64_t row, const Row<Bits>& entries,
+                                          Columns chunk, const WholeRows& whole,
+                                          uint32_t ties_at, Prepare&& prepare,
+                                          Meet&& meet) {
   const uint32_t k = static_cast<uint32_t>(params.k);
-  const uint32_t length = entries.Size();
-
-  if (length <= k) {  // all of them
-    if (params.sorted) {
-      LoadChunk(cta, entries);
-      EmitRow<Bits>(cta, params, row, length, 0, 0, length);
-    } else {
-      const RowOutput<Bits> out(params, row);
-      for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
-        out(i, entries.Get(i));
-      }
-    }
-    EmitPadding<Bits>(params, row, length);
-    EmitSlots<Bits>(params, row, length);
+  Rest(cta);
+  if (entries.Resident(cta.capacity)) {
+    SelectResident(cta, params, row, entries);
     return;
   }
 
-  Reduced reduced = {length, 0, false};
-  if (length <= cta.capacity) {
-    LoadChunk(cta, entries);
-  } else {
-    const Filter filter = SampleThreshold(cta, entries, k, max_samples, prepare);
-    reduced = ReduceChunk(cta, chunk, k, filter);
-    if (!meet(&reduced)) return;
-    if (reduced.survivors + reduced.ties < k) {  // the sample was too high
-      reduced = SelectExactly(cta, entries, k);
-    }
+  const uint32_t length = entries.Length();
+  const Sampling sampling = length == params.n
+                                ? whole.sampling
+                                : Sampling(length, k, whole.sampling.log_groups);
+  SampleWords sample;
+  DrawSample(entries.scores, entries.data, entries.columns, sampling, &sample);
+  const Vectors<Bits> vectors = entries.Of(chunk);
+  Tile<Bits> first;
+  first.Load(vectors, 0);
+  prepare();
+  const Filter filter =
+      SampleFilter<Bits>(cta, sampling, sample, [&] { first.Load(vectors, 0); });
+  Reduced reduced = ReduceChunk(cta, vectors, first, k, filter, ties_at);
+  if (!meet(&reduced, filter)) return;
+  if (reduced.survivors + reduced.ties < k) {  // the sample was too high
+    reduced = SelectExactly(cta, entries.Of(entries.columns), k);
   }
-  uint64_t threshold = 0;
   if (reduced.ties == 0) {
-    threshold = SelectInList(cta, reduced.survivors, k, entries.columns);
+    SelectInList(cta, reduced.survivors, k, filter.range, entries.columns);
+  } else if (params.sorted) {
+    Join(cta, reduced, [&](uint32_t position, uint64_t entry) {
+      cta.list()[position] = entry;
+    });
+  } else {
+    const RowOutput<Bits> out(params, row);
+    Merge(cta, reduced, [&](uint32_t position, uint64_t entry) {
+      out(position, EntryWord(entry), EntryColumn(entry));
+    });
+    EmitSlots<Bits>(params, row, k);
+    return;
   }
-  EmitRow<Bits>(cta, params, row, reduced.survivors, reduced.ties, threshold, k);
-  EmitSlots<Bits>(params, row, k);
+  EmitRow<Bits>(cta, params, row, k);
 }
 
 }  // namespace jax_topk

@@ -22,7 +22,7 @@
 namespace jax_topk {
 namespace {
 
-// The survivors in the row state, as entries of the exact select.
+// The survivors in the row state, as entries and as words to select from.
 struct PublishedEntries {
   RowState state;
   uint32_t ctas;
@@ -32,27 +32,33 @@ struct PublishedEntries {
     return i % state.k < RowState::Survivors(state.counts[i / state.k]);
   }
   __device__ uint64_t Get(uint32_t i) const { return state.slots[i]; }
-  __device__ uint32_t Key(uint32_t i) const { return CompositeKey(state.slots[i]); }
+
+  __device__ uint32_t ColumnAt(uint32_t place) const { return EntryColumn(Get(place)); }
+  template <typename F>
+  __device__ void ForEach(F&& f) const {
+    for (uint32_t i = threadIdx.x; i < Size(); i += kThreads) {
+      if (Valid(i)) f(EntryWord(Get(i)), i);
+    }
+  }
 };
 
 // Phase 4, up to the arrival: what a chunk was reduced to, as at most k survivors in
 // column order and the ties that may still be wanted.
 __device__ void Publish(const Cta& cta, const RowState& state, uint32_t mine,
-                        Columns columns, Reduced reduced) {
+                        Columns columns, Reduced reduced, const Filter& filter) {
   uint64_t* slots = state.Slots(mine);
-  const auto publish = [slots](uint32_t slot, uint64_t composite) {
-    slots[slot] = composite;
-  };
-  const uint32_t count = reduced.survivors + reduced.ties;
+  uint32_t count = reduced.survivors + reduced.ties;
   if (reduced.exact) {
-    Merge(cta, reduced.survivors, reduced.ties, publish);
-    reduced = {count, 0, true};
-  } else if (count <= state.k) {
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) publish(i, cta.list()[i]);
+    Merge(cta, reduced,
+          [slots](uint32_t position, uint64_t entry) { slots[position] = entry; });
+    reduced.survivors = count;
+    reduced.ties = 0;
   } else {
-    const uint64_t threshold = SelectInList(cta, count, state.k, columns);
-    Compact(cta, ListEntries{cta.list(), count}, threshold, publish);
-    reduced = {state.k, 0, true};
+    if (count > state.k) {
+      SelectInList(cta, count, state.k, filter.range, columns);
+      count = reduced.survivors = state.k;
+    }
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) slots[i] = cta.list()[i];
   }
   if (threadIdx.x == 0) {
     state.counts[mine] = RowState::PackCount(reduced.survivors, reduced.ties);
@@ -66,15 +72,15 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
   const uint32_t k = state.k;
   // As many threads for each CTA's slots as there are. The first slots are read before
   // it is known how many are filled: one trip to L2 less.
-  constexpr uint32_t kPerThread = 8;
+  constexpr uint32_t kAhead = 8;
   uint32_t team = kThreads;
   while (team * ctas > kThreads) team /= 2;
   const uint32_t of_team = threadIdx.x / team;
   const uint32_t in_team = threadIdx.x % team;
-  const uint32_t of_teams = 4 * kPerThread * team;  // slots of a CTA left to its team
-  uint64_t read[kPerThread];
+  const uint32_t of_teams = 4 * kAhead * team;  // slots of a CTA left to its team
+  uint64_t read[kAhead];
 #pragma unroll
-  for (uint32_t j = 0; j < kPerThread; ++j) {
+  for (uint32_t j = 0; j < kAhead; ++j) {
     read[j] = state.Slots(min(of_team, ctas - 1))[min(in_team + j * team, k - 1)];
   }
 
@@ -94,39 +100,29 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
   const uint32_t survivors = static_cast<uint32_t>(all);
   const uint32_t ties = static_cast<uint32_t>(all >> 32);
 
-  if (survivors + ties < k) return {0, 0, false};  // the row has to be read again
+  if (survivors + ties < k) return {0, 0, 0, false};  // the row has to be read again
   if (survivors > cta.capacity) {
     const PublishedEntries published = {state, ctas};
-    const uint64_t threshold =
-        SelectThreshold(cta, published, k, 0, 0xFFFFFFFFu, columns);
-    Compact(cta, published, threshold, [&](uint32_t position, uint64_t composite) {
-      cta.list()[position] = composite;
-    });
-    return {k, 0, true};
+    const Cut cut = SelectByKey(cta, published, k, 0, 0, 0, 0xFFFFFFFFu);
+    KeepSelected(cta, published, cut, k, columns);
+    return {k, 0, k, true};
   }
 
   const uint32_t wanted_ties = survivors < k ? k - survivors : 0;
-  ResetExtremes(cta);
-  __syncthreads();
-  uint32_t min_key = 0xFFFFFFFFu;
-  uint32_t max_key = 0;
-  const auto take = [&](uint32_t position, uint64_t composite) {
-    min_key = min(min_key, CompositeKey(composite));
-    max_key = max(max_key, CompositeKey(composite));
-    cta.list()[position] = composite;
-  };
+  uint64_t* list = cta.list();
   const bool upper = of_team >= 32;  // the same for all lanes of a warp
   const uint64_t count = __shfl_sync(kFullWarp, upper ? counts[1] : counts[0], of_team);
   const uint64_t sum = __shfl_sync(kFullWarp, upper ? sums[1] : sums[0], of_team);
   const uint32_t here = of_team < ctas ? static_cast<uint32_t>(count) : 0;
+  uint64_t* to = list + (static_cast<uint32_t>(sum) - here);
 #pragma unroll
-  for (uint32_t j = 0; j < kPerThread; ++j) {
+  for (uint32_t j = 0; j < kAhead; ++j) {
     const uint32_t i = in_team + j * team;
-    if (i < here) take(static_cast<uint32_t>(sum) - here + i, read[j]);
+    if (i < here) to[i] = read[j];
   }
 #pragma unroll 4
-  for (uint32_t i = in_team + kPerThread * team; i < min(here, of_teams); i += team) {
-    take(static_cast<uint32_t>(sum) - here + i, state.Slots(of_team)[i]);
+  for (uint32_t i = in_team + kAhead * team; i < min(here, of_teams); i += team) {
+    to[i] = state.Slots(of_team)[i];
   }
   // What is left where survivors crowd, and the first ties: with all threads, CTA by CTA.
 #pragma unroll
@@ -143,64 +139,59 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
       const uint32_t num_survivors = static_cast<uint32_t>(count_of_one);
 #pragma unroll 4
       for (uint32_t i = of_teams + threadIdx.x; i < num_survivors; i += kThreads) {
-        take(static_cast<uint32_t>(before_one) + i, slots[i]);
+        list[static_cast<uint32_t>(before_one) + i] = slots[i];
       }
       const uint32_t skipped = static_cast<uint32_t>(before_one >> 32);
       const uint32_t stop = min(static_cast<uint32_t>(count_of_one >> 32),
                                 wanted_ties - min(skipped, wanted_ties));
 #pragma unroll 4
       for (uint32_t i = threadIdx.x; i < stop; i += kThreads) {
-        cta.list()[survivors + skipped + i] = slots[num_survivors + i];
+        list[survivors + skipped + i] = slots[num_survivors + i];
       }
     }
   }
-  NoteExtremes(cta, min_key, max_key);
   __syncthreads();
-  return {survivors, wanted_ties, false};
+  return {survivors, wanted_ties, survivors, false};
 }
 
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads, 1)
-    SplitTopK(const TopKParams params, uint32_t capacity, uint32_t max_samples,
-              uint32_t ctas_per_row, uint32_t min_chunk, const Workspace workspace) {
+    SplitTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
+              uint32_t min_chunk, const Workspace workspace) {
   const Cta cta = {capacity};
-  const uint32_t mine = blockIdx.x % ctas_per_row;
-  const int64_t rows_at_once = gridDim.x / ctas_per_row;
-  for (int64_t row = blockIdx.x / ctas_per_row; row < params.rows;
-       row += rows_at_once) {
-    // 1. Chunks of whole vectors, no smaller than pays.
-    const RowEntries<Bits> entries = EntriesOf<Bits>(params, row);
-    const uint32_t length = entries.Size();
-    constexpr uint32_t kAlign = 16;
-    const uint32_t wished = max((length + ctas_per_row - 1) / ctas_per_row, min_chunk);
-    const uint32_t chunk = (wished + kAlign - 1) / kAlign * kAlign;
-    const uint32_t ctas = length <= capacity ? 1 : (length + chunk - 1) / chunk;
-    if (mine >= max(ctas, 1u)) continue;
+  const uint32_t mine = blockIdx.x;
+  for (int64_t row = blockIdx.y; row < params.rows; row += gridDim.y) {
+    // 1.
+    const Row<Bits> entries(params, row);
+    const uint32_t length = entries.Length();
+    Cutting cutting = whole.cutting;
+    if (length != params.n) cutting = Cutting(length, gridDim.x, min_chunk);
+    if (entries.Resident(capacity)) cutting.count = 1;
+    if (mine >= cutting.count) continue;
 
     // 2. to 5.
-    const uint32_t first = entries.columns.start + mine * chunk;
-    const RowEntries<Bits> part = {entries.row,
-                                   {first, min(first + chunk, entries.columns.stop)}};
+    const Columns columns = cutting.ChunkOf(entries.columns, mine);
     const auto state = [&] {
       return RowState(workspace, row, static_cast<uint32_t>(params.k));
     };
     uint64_t seen = 0;
     const auto install = [&] {
-      if (ctas > 1) seen = state().Install(workspace.tag);
+      if (cutting.count > 1) seen = state().Install(workspace.tag);
     };
-    const auto meet = [&](Reduced* reduced) {
-      if (ctas == 1) return true;
-      Publish(cta, state(), mine, part.columns, *reduced);
-      const bool last = state().Arrive(workspace.tag, seen, ctas, &cta.scratch().flag);
-      if (last) *reduced = Gather(cta, state(), ctas, entries.columns);
+    const auto meet = [&](Reduced* reduced, const Filter& filter) {
+      if (cutting.count == 1) return true;
+      Publish(cta, state(), mine, columns, *reduced, filter);
+      const bool last =
+          state().Arrive(workspace.tag, seen, cutting.count, &cta.scratch().flag);
+      if (last) *reduced = Gather(cta, state(), cutting.count, entries.columns);
       return last;
     };
-    SelectRow(cta, params, row, entries, part, max_samples, install, meet);
+    SelectRow(cta, params, row, entries, columns, whole, 0, install, meet);
     __syncthreads();
   }
 }
 
-using Kernel = void (*)(const TopKParams, uint32_t, uint32_t, uint32_t, uint32_t,
+using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         const Workspace);
 
 Kernel KernelFor(ScoreType type) {
@@ -222,10 +213,10 @@ cudaError_t PrepareSplitTopK(int64_t bytes) {
 cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* workspace,
                             int64_t workspace_bytes_per_row, uint64_t tag,
                             cudaStream_t stream) {
-  KernelFor(params.type)<<<static_cast<unsigned>(plan.grid), kThreads,
-                           plan.shared_memory_bytes, stream>>>(
-      params, static_cast<uint32_t>(plan.capacity),
-      static_cast<uint32_t>(plan.num_samples), static_cast<uint32_t>(plan.ctas_per_row),
+  const dim3 grid(static_cast<unsigned>(plan.ctas_per_row),
+                  static_cast<unsigned>(plan.grid / plan.ctas_per_row));
+  KernelFor(params.type)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
+      params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.min_chunk),
       Workspace{static_cast<char*>(workspace), workspace_bytes_per_row,
                 WorkspaceHeaderBytes(plan.ctas_per_row), tag});

@@ -97,10 +97,15 @@ cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* wo
                             int64_t workspace_bytes_per_row, uint64_t tag,
                             cudaStream_t stream);
 
+// The CTAs of a cluster a row.
+cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
+                              cudaStream_t stream);
+
 // Lifts the limit on dynamic shared memory of every kernel to `bytes` on the current
 // device. To be called once per device, before its first launch.
 cudaError_t PrepareRowTopK(int64_t bytes);
 cudaError_t PrepareSplitTopK(int64_t bytes);
+cudaError_t PrepareClusterTopK(int64_t bytes);
 
 #endif  // JAX_TOPK_CUDA
 

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// `cluster`: the CTAs of a thread block cluster share a row, and meet in the shared memory
+// of one of them, the leader. No workspace. Compute capability 9.0 and newer.
+//
+// Protocol of the kernel, per row:
+//   1. The CTAs of the cluster cut the row's window into chunks of equal size. A row that
+//      one CTA can keep whole is the leader's alone: it answers and nobody meets.
+//   2. Each CTA draws the same sample of the row, so that all find the same filter, reads
+//      its chunk once, and keeps its survivors, and the ties that may still be wanted.
+//   3. Each writes their numbers to every CTA of the cluster. First cluster barrier.
+//   4. Now all know where the survivors of each belong in the row's list, and write them
+//      there, in the leader's shared memory. Second cluster barrier.
+//   5. The leader selects exactly, writes in order, pads. If what survived is fewer than k
+//      or more than fits, it skips 4 and selects from the row itself.
+//
+// Why it holds.
+//   - All CTAs of a cluster are resident together: the hardware starts them so, or not at
+//     all. So they may wait for each other, and each of them passes the same barriers:
+//     whether a row is met for depends on the row's window and, after the first barrier,
+//     on the numbers that all have.
+//   - Both barriers release what was written before and acquire what others wrote before.
+//   - A CTA's memory is touched by others only after it has started (barrier 0), and
+//     before it has passed the second barrier of its last row, which is before it ends.
+//   - The numbers of a row are overwritten two rows later, when all have passed its second
+//     barrier. The leader's list is overwritten after the first barrier of the next row,
+//     where the leader arrives when it has answered this one. What others write there is
+//     never where its own survivors are, nor, as its ties lie from position k on and are
+//     wanted only if fewer than k columns survive, where its ties are.
+
+#include <cooperative_groups.h>
+
+#include "select.cuh"
+
+namespace jax_topk {
+namespace {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t ClusterIndex() {
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+
+// Remote shared memory ------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The same place in the shared memory of another CTA of the cluster.
+__device__ __forceinline__ uint32_t AddressIn(uint32_t rank, uint32_t address) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+// Stores that the mailbox of the receiving CTA counts, in bytes, when they are there.
+__device__ __forceinline__ void Send(uint32_t to, uint32_t word, uint32_t mailbox) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+      ::"r"(to), "r"(word), "r"(mailbox)
+      : "memory");
+}
+__device__ __forceinline__ void Send(uint32_t to, uint64_t entry, uint32_t mailbox) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
+      ::"r"(to), "l"(entry), "r"(mailbox)
+      : "memory");
+}
+
+// One thread says how many bytes this phase of a mailbox waits for. They may have come.
+__device__ __forceinline__ void Expect(uint32_t mailbox, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mailbox),
+               "r"(bytes)
+               : "memory");
+}
+
+// Returns when a phase is complete: acquires what was sent.
+__device__ __forceinline__ void Await(uint32_t mailbox, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;\n"
+      "}" ::"r"(mailbox),
+      "r"(parity)
+      : "memory");
+}
+
+// The exchange between the CTAs of a cluster -------------------------------------------
+
+// A number that no CTA counts: what it kept is not all that survived.
+constexpr uint32_t kIncomplete = 0xFFFFFFFFu;
+
+// Phases 3 and 4 of row after row. False for all but the leader, or what the leader has in
+// its list.
+struct Exchange {
+  uint32_t mine;
+  uint32_t size;
+  uint32_t met = 0;      // rows
+  uint32_t gathered = 0;  // of them, rows whose entries were sent
+
+  // Barrier 0 is what follows: `Start` in all CTAs before the first Meet.
+  __device__ void Prepare(const Cta& cta) const {
+    if (threadIdx.x == 0) {
+      for (uint64_t& mailbox : cta.scratch().mailboxes) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
+                         SharedAddress(&mailbox))
+                     : "memory");
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    // Relaxed: it publishes the mailboxes, which the fence has released.
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
+
+  __device__ bool Meet(const Cta& cta, uint32_t k, Reduced* reduced) {
+    const uint32_t lane = threadIdx.x & 31;
+    const uint32_t turn = met & 1;
+    const uint32_t parity = met >> 1 & 1;
+    ++met;
+    uint32_t* counts = cta.scratch().counts[turn];
+    const uint32_t mailbox = SharedAddress(&cta.scratch().mailboxes[turn]);
+
+    // 3. Survivors in the lower half of a word, ties in the upper.
+    if (threadIdx.x == 0) Expect(mailbox, size * sizeof(uint32_t));
+    if (threadIdx.x < size) {
+      Send(AddressIn(threadIdx.x, SharedAddress(&counts[mine])),
+           reduced->exact ? kIncomplete : reduced->ties << 16 | reduced->survivors,
+           AddressIn(threadIdx.x, mailbox));
+    }
+    Await(mailbox, parity);
+
+    static_assert(kMaxClusterSize <= 32);
+    const uint32_t count = lane < size ? counts[lane] : 0;
+    const bool incomplete = __any_sync(kFullWarp, count == kIncomplete);
+    const uint32_t survivors = count & 0xFFFF;
+    const uint32_t ties = count >> 16;
+    const uint32_t all_survivors = __reduce_add_sync(kFullWarp, survivors);
+    const uint32_t all_ties = __reduce_add_sync(kFullWarp, ties);
+    if (incomplete || all_survivors + all_ties < k || all_survivors > cta.capacity) {
+      *reduced = {0, 0, 0, false};
+      return mine == 0;
+    }
+
+    // 4.
+    const uint32_t wanted = all_survivors < k ? k - all_survivors : 0;
+    const uint32_t gather = SharedAddress(&cta.scratch().mailboxes[2]);
+    if (mine > 0) {
+      const bool before = lane < mine;
+      const uint32_t at = __reduce_add_sync(kFullWarp, before ? survivors : 0);
+      const uint32_t ties_at = __reduce_add_sync(kFullWarp, before ? ties : 0);
+      const uint32_t list = AddressIn(0, SharedAddress(cta.list()));
+      const uint32_t box = AddressIn(0, gather);
+      for (uint32_t i = threadIdx.x; i < reduced->survivors; i += kThreads) {
+        Send(list + 8 * (at + i), cta.list()[i], box);
+      }
+      const uint32_t sent = min(reduced->ties, wanted - min(ties_at, wanted));
+      for (uint32_t i = threadIdx.x; i < sent; i += kThreads) {
+        Send(list + 8 * (k + ties_at + i), cta.list()[reduced->ties_at + i], box);
+      }
+      return false;
+    }
+    const uint32_t own = reduced->survivors + min(reduced->ties, wanted);
+    if (threadIdx.x == 0) {
+      Expect(gather, 8 * (all_survivors + wanted - own));
+    }
+    Await(gather, gathered++ & 1);
+    *reduced = {all_survivors, wanted, k, false};
+    return true;
+  }
+};
+
+#endif
+
+template <typename Bits>
+__global__ void __launch_bounds__(kThreads, 1)
+    ClusterTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
+                uint32_t ctas_per_row, uint32_t min_chunk) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const Cta cta = {capacity};
+  const auto cluster = cooperative_groups::this_cluster();
+  const uint32_t mine = cluster.block_rank();
+  const int64_t rows_at_once = gridDim.x / ctas_per_row;
+  const uint32_t k = static_cast<uint32_t>(params.k);
+  Exchange exchange = {mine, ctas_per_row};
+  bool prepared = false;
+  bool started = false;
+  for (int64_t row = ClusterIndex(); row < params.rows;
+       row += rows_at_once) {
+    // 1.
+    const Row<Bits> entries(params, row);
+    const uint32_t length = entries.Length();
+    Cutting cutting = whole.cutting;
+    if (length != params.n) cutting = Cutting(length, ctas_per_row, min_chunk);
+    const bool alone = cutting.count <= 1 || entries.Resident(capacity);
+    if (alone && mine > 0) continue;
+
+    // 2. to 5.
+    const auto meet = [&](Reduced* reduced, const Filter&) {
+      if (alone) return true;
+      if (!started) cluster.barrier_wait();
+      started = true;
+      return exchange.Meet(cta, k, reduced);
+    };
+    const auto prepare = [&] {
+      if (!alone && !prepared) exchange.Prepare(cta);
+      prepared |= !alone;
+    };
+    SelectRow(cta, params, row, entries, cutting.ChunkOf(entries.columns, mine), whole,
+                 k, prepare, meet);
+    __syncthreads();
+  }
+#endif
+}
+
+using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
+                        uint32_t);
+
+Kernel KernelFor(ScoreType type) {
+  return type == ScoreType::kF32 ? ClusterTopK<uint32_t> : ClusterTopK<uint16_t>;
+}
+
+}  // namespace
+
+cudaError_t PrepareClusterTopK(int64_t bytes) {
+  for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
+    const Kernel kernel = KernelFor(type);
+    cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
+                              cudaStream_t stream) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(plan.ctas_per_row), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(plan.grid);
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = plan.shared_memory_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, KernelFor(params.type), params,
+                            static_cast<uint32_t>(plan.capacity),
+                            WholeRows(params, plan),
+                            static_cast<uint32_t>(plan.ctas_per_row),
+                            static_cast<uint32_t>(plan.min_chunk));
+}
+
+}  // namespace jax_topk
