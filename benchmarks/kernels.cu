@@ -60,7 +60,12 @@ Device CurrentDevice() {
   CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
   CHECK(PrepareRowTopK(bytes));
   CHECK(PrepareSplitTopK(bytes));
-  return {Platform::kCuda, 10 * major + minor, sms, bytes};
+  int cluster_size = 0;
+  if (10 * major + minor >= kMinClusterCapability) {
+    CHECK(PrepareClusterTopK(bytes));
+    CHECK(LargestCluster(bytes, &cluster_size));
+  }
+  return {Platform::kCuda, 10 * major + minor, sms, bytes, cluster_size};
 }
 
 cudaError_t Launch(const TopKParams& params, const Plan& plan, void* workspace,
@@ -72,6 +77,8 @@ cudaError_t Launch(const TopKParams& params, const Plan& plan, void* workspace,
     case Implementation::kSplit:
       return LaunchSplitTopK(params, plan, workspace, plan.workspace_bytes_per_row,
                              uint64_t{0x7FF4} << 48 | ++tags << 16, stream);
+    case Implementation::kCluster:
+      return LaunchClusterTopK(params, plan, stream);
     default:
       return cudaErrorNotSupported;
   }

@@ -59,14 +59,16 @@ __device__ __forceinline__ uint32_t AddressIn(uint32_t rank, uint32_t address) {
 // Stores that the mailbox of the receiving CTA counts, in bytes, when they are there.
 __device__ __forceinline__ void Send(uint32_t to, uint32_t word, uint32_t mailbox) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-      ::"r"(to), "r"(word), "r"(mailbox)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, "
+      "[%2];" ::"r"(to),
+      "r"(word), "r"(mailbox)
       : "memory");
 }
 __device__ __forceinline__ void Send(uint32_t to, uint64_t entry, uint32_t mailbox) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
-      ::"r"(to), "l"(entry), "r"(mailbox)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, "
+      "[%2];" ::"r"(to),
+      "l"(entry), "r"(mailbox)
       : "memory");
 }
 
@@ -100,16 +102,16 @@ constexpr uint32_t kIncomplete = 0xFFFFFFFFu;
 struct Exchange {
   uint32_t mine;
   uint32_t size;
-  uint32_t met = 0;      // rows
+  uint32_t met = 0;       // rows
   uint32_t gathered = 0;  // of them, rows whose entries were sent
 
   // Barrier 0 is what follows: `Start` in all CTAs before the first Meet.
   __device__ void Prepare(const Cta& cta) const {
     if (threadIdx.x == 0) {
       for (uint64_t& mailbox : cta.scratch().mailboxes) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
-                         SharedAddress(&mailbox))
-                     : "memory");
+        asm volatile(
+            "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&mailbox))
+            : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -189,8 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Exchange exchange = {mine, ctas_per_row};
   bool prepared = false;
   bool started = false;
-  for (int64_t row = ClusterIndex(); row < params.rows;
-       row += rows_at_once) {
+  for (int64_t row = ClusterIndex(); row < params.rows; row += rows_at_once) {
     // 1.
     const Row<Bits> entries(params, row);
     const uint32_t length = entries.Length();
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       prepared |= !alone;
     };
     SelectRow(cta, params, row, entries, cutting.ChunkOf(entries.columns, mine), whole,
-                 k, prepare, meet);
+              k, prepare, meet);
     __syncthreads();
   }
 #endif
@@ -232,10 +233,20 @@ cudaError_t PrepareClusterTopK(int64_t bytes) {
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+cudaError_t LargestCluster(int64_t bytes, int* ctas) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(kMaxClusterSize);
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  return cudaOccupancyMaxPotentialClusterSize(ctas, KernelFor(ScoreType::kF32),
+                                              &config);
 }
 
 cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
@@ -250,11 +261,10 @@ cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, KernelFor(params.type), params,
-                            static_cast<uint32_t>(plan.capacity),
-                            WholeRows(params, plan),
-                            static_cast<uint32_t>(plan.ctas_per_row),
-                            static_cast<uint32_t>(plan.min_chunk));
+  return cudaLaunchKernelEx(
+      &config, KernelFor(params.type), params, static_cast<uint32_t>(plan.capacity),
+      WholeRows(params, plan), static_cast<uint32_t>(plan.ctas_per_row),
+      static_cast<uint32_t>(plan.min_chunk));
 }
 
 }  // namespace jax_topk

@@ -62,8 +62,13 @@ ffi::ErrorOr<Device> CurrentDevice() {
       &shared_memory_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
   JAX_TOPK_RETURN_IF_ERROR(PrepareRowTopK(shared_memory_bytes));
   JAX_TOPK_RETURN_IF_ERROR(PrepareSplitTopK(shared_memory_bytes));
+  int cluster_size = 0;
+  if (10 * major + minor >= kMinClusterCapability) {
+    JAX_TOPK_RETURN_IF_ERROR(PrepareClusterTopK(shared_memory_bytes));
+    JAX_TOPK_RETURN_IF_ERROR(LargestCluster(shared_memory_bytes, &cluster_size));
+  }
   const Device device = {Platform::kCuda, 10 * major + minor, num_sms,
-                         shared_memory_bytes};
+                         shared_memory_bytes, cluster_size};
   devices.emplace(ordinal, device);
   return device;
 }
@@ -109,6 +114,9 @@ ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
         LaunchSplitTopK(params, plan, operands->workspace,
                         operands->workspace_bytes_per_row, NextTag(), stream);
     if (error != cudaSuccess) return CudaError("launch of the split kernel", error);
+  } else if (implementation == Implementation::kCluster) {
+    const cudaError_t error = LaunchClusterTopK(params, plan, stream);
+    if (error != cudaSuccess) return CudaError("launch of the cluster kernel", error);
   } else {
     const cudaError_t error = LaunchRowTopK(params, plan, stream);
     if (error != cudaSuccess) return CudaError("launch of the row kernel", error);
@@ -116,18 +124,12 @@ ffi::Error Dispatch(Implementation implementation, cudaStream_t stream,
   return ffi::Error::Success();
 }
 
-ffi::Error RowTopK(cudaStream_t stream, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets, int64_t k, bool has_lengths,
-                   bool has_starts, bool sorted, ffi::Span<const int64_t> geometry) {
-  return Dispatch(Implementation::kRow, stream, args, rets, k, has_lengths, has_starts,
+template <Implementation kImplementation>
+ffi::Error TopK(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                int64_t k, bool has_lengths, bool has_starts, bool sorted,
+                ffi::Span<const int64_t> geometry) {
+  return Dispatch(kImplementation, stream, args, rets, k, has_lengths, has_starts,
                   sorted, geometry);
-}
-
-ffi::Error SplitTopK(cudaStream_t stream, ffi::RemainingArgs args,
-                     ffi::RemainingRets rets, int64_t k, bool has_lengths,
-                     bool has_starts, bool sorted, ffi::Span<const int64_t> geometry) {
-  return Dispatch(Implementation::kSplit, stream, args, rets, k, has_lengths,
-                  has_starts, sorted, geometry);
 }
 
 template <Implementation kImplementation>
@@ -159,15 +161,14 @@ auto PagedBinding() {
 }  // namespace
 }  // namespace jax_topk
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKRow, jax_topk::RowTopK, jax_topk::Binding(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKSplit, jax_topk::SplitTopK, jax_topk::Binding(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKPagedRow,
-                              jax_topk::PagedTopK<jax_topk::Implementation::kRow>,
-                              jax_topk::PagedBinding(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTopKPagedSplit,
-                              jax_topk::PagedTopK<jax_topk::Implementation::kSplit>,
-                              jax_topk::PagedBinding(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+#define JAX_TOPK_DEFINE(name)                                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                  \
+      JaxTopK##name, jax_topk::TopK<jax_topk::Implementation::k##name>,           \
+      jax_topk::Binding(), {xla::ffi::Traits::kCmdBufferCompatible});             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                  \
+      JaxTopKPaged##name, jax_topk::PagedTopK<jax_topk::Implementation::k##name>, \
+      jax_topk::PagedBinding(), {xla::ffi::Traits::kCmdBufferCompatible})
+
+JAX_TOPK_DEFINE(Row);
+JAX_TOPK_DEFINE(Split);
+JAX_TOPK_DEFINE(Cluster);

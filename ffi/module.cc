@@ -25,8 +25,10 @@ extern "C" XLA_FFI_Error* JaxTopKPagedCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_TOPK_CUDA
 extern "C" XLA_FFI_Error* JaxTopKRow(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* JaxTopKSplit(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* JaxTopKCluster(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* JaxTopKPagedRow(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* JaxTopKPagedSplit(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* JaxTopKPagedCluster(XLA_FFI_CallFrame* call_frame);
 #endif
 
 namespace jax_topk {
@@ -50,8 +52,10 @@ nb::dict Registrations() {
   nb::dict cuda;
   cuda["jax_topk_row_v1"] = Capsule(JaxTopKRow);
   cuda["jax_topk_split_v1"] = Capsule(JaxTopKSplit);
+  cuda["jax_topk_cluster_v1"] = Capsule(JaxTopKCluster);
   cuda["jax_topk_paged_row_v1"] = Capsule(JaxTopKPagedRow);
   cuda["jax_topk_paged_split_v1"] = Capsule(JaxTopKPagedSplit);
+  cuda["jax_topk_paged_cluster_v1"] = Capsule(JaxTopKPagedCluster);
   platforms["CUDA"] = cuda;
 #endif
   return platforms;
@@ -69,7 +73,7 @@ nb::dict BuildInfo() {
 
 constexpr Implementation kImplementations[] = {
     Implementation::kXla, Implementation::kCpu, Implementation::kRow,
-    Implementation::kSplit};
+    Implementation::kSplit, Implementation::kCluster};
 
 Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype,
                     const std::string& platform, int64_t compute_capability,

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -20,11 +21,12 @@ namespace jax_topk {
 enum class ScoreType { kF32, kBF16, kF16, kOther };
 enum class Platform { kCpu, kCuda, kOther };
 enum class Implementation {
-  kNone,   // asked for: the planner decides. In a plan: nothing fits, see `reason`
-  kXla,    // the reference, in XLA's own ops
-  kCpu,    // native CPU handler
-  kRow,    // CUDA, one CTA a row
-  kSplit,  // CUDA, several CTAs a row
+  kNone,     // asked for: the planner decides. In a plan: nothing fits, see `reason`
+  kXla,      // the reference, in XLA's own ops
+  kCpu,      // native CPU handler
+  kRow,      // CUDA, one CTA a row
+  kSplit,    // CUDA, several CTAs a row, through the workspace
+  kCluster,  // CUDA, the CTAs of a thread block cluster a row
 };
 
 struct Problem {
@@ -40,6 +42,7 @@ struct Device {
   int64_t compute_capability = 0;  // 80, 90, 121
   int64_t num_sms = 0;
   int64_t shared_memory_bytes = 0;  // most that one block may opt in to
+  int64_t cluster_size = 0;         // CTAs of the largest cluster that it grants
 };
 
 // A plan given by hand, for tests: bends the geometry so that small inputs reach every
@@ -76,21 +79,40 @@ inline constexpr int64_t kMinSharedMemoryBytes = 48 << 10;
 inline constexpr int kThreads = 512;            // of a CTA
 inline constexpr int64_t kNumBins = 1024;       // of a histogram
 inline constexpr int64_t kScratchBytes = 1024;  // what Cta::Scratch may take
-inline constexpr int64_t kMaxSamples = 16384;
+inline constexpr int64_t kMinSamples = 2048;
+inline constexpr int64_t kMaxSamples = 8192;
+// A sample that k columns reach on average reaches further down by so many standard
+// deviations, and so many samples, for safety.
+inline constexpr float kMargin = 6.0f;
+inline constexpr float kLeastMargin = 8.0f;
 inline constexpr int64_t kMaxCtasPerRow = 64;
+inline constexpr int64_t kMaxClusterSize = 16;
+inline constexpr int64_t kMinClusterCapability = 90;
 inline constexpr int64_t kMaxGrid = 1 << 20;
+inline constexpr int64_t kMaxGridRows = 65535;  // where rows are the y of the grid
 
 // Planner thresholds ------------------------------------------------------------------
 
-// Rows that fit are loaded whole, without a sample.
+// All measured on the H200, f32, k = 2048 (benchmarks/results).
+
+// Survivors' slots; a row of so many columns is kept whole, without a sample.
 inline constexpr int64_t kCapacity = 8192;
-// On longer rows the threshold of 16384 samples leaves more survivors.
+// On longer rows a sample leaves more survivors.
 inline constexpr int64_t kLongRow = 1 << 18;
 inline constexpr int64_t kLongRowCapacity = 12288;
-// Up to here one CTA reads a row about as fast as several can meet (measured on the
-// H200: 13.9 us both at 32768 columns, 27.2 and 14.5 us at 131072).
+// Up to here one CTA reads a row about as fast as several can meet in the workspace.
 inline constexpr int64_t kMinSplitColumns = 49152;
 inline constexpr int64_t kMinChunk = 8192;
+// The same for a cluster, which meets sooner: one CTA and a cluster take 7.7 and 8.3 us
+// at 1 x 16384, 9.3 and 8.5 us at 1 x 24576. Two CTAs gain less than more do: 10.1 and
+// 10.6 us at 32 x 24576, 11.5 and 11.4 us at 64 x 32768.
+inline constexpr int64_t kMinClusterColumns = 20480;
+inline constexpr int64_t kMinPairColumns = 32768;
+inline constexpr int64_t kMinClusterChunk = 4096;
+// From here on the more CTAs that `split` can share a row among outweigh the time they
+// take to meet: cluster and split take 15.7 and 16.8 us at 4 x 524288 (32768 columns a
+// CTA of the cluster), 20.6 and 19.2 us at 8 x 524288 (65536).
+inline constexpr int64_t kMaxClusterChunk = 32768;
 
 // Nothing is known of the device (export, or lowering for CUDA on a host without a
 // GPU): the implementation must suit any, and the handler plans the geometry anew.
@@ -127,6 +149,8 @@ inline const char* Name(Implementation implementation) {
       return "row";
     case Implementation::kSplit:
       return "split";
+    case Implementation::kCluster:
+      return "cluster";
     case Implementation::kNone:
       break;
   }
@@ -155,6 +179,20 @@ inline int64_t CtasThatFit(int64_t k, int64_t bytes) {
   int64_t ctas = std::min(kMaxCtasPerRow, bytes / (8 * k + 4));
   while (ctas > 0 && WorkspaceBytesPerRow(k, ctas) > bytes) --ctas;
   return ctas;
+}
+
+// As few samples of a row as keep those beyond its threshold within 2.5 k and the list,
+// if so many do.
+inline int64_t NumSamples(int64_t n, int64_t k, int64_t capacity) {
+  int64_t samples = kMinSamples;
+  for (; samples < kMaxSamples; samples *= 2) {
+    const double mean = static_cast<double>(k) * samples / n;
+    const double rank = mean + kMargin * std::sqrt(mean) + kLeastMargin;
+    const double survivors = rank * n / samples;
+    const double most = (rank + kMargin * std::sqrt(rank)) * n / samples;
+    if (survivors <= std::max(2.0 * k, 4096.0) && most <= capacity) break;
+  }
+  return samples;
 }
 
 // `requested`: kNone lets the planner choose. `workspace_bytes_per_row`: what the
@@ -237,9 +275,14 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   int64_t wanted =
       n > kLongRow ? std::max(kLongRowCapacity, 4 * k) : std::max(kCapacity, 3 * k);
   if (geometry.capacity > 0) wanted = geometry.capacity;
+  if (requested == Implementation::kCluster) wanted = std::max(wanted, 2 * k);
   plan.capacity = std::clamp(wanted, least, most);
   plan.shared_memory_bytes = SharedMemoryBytes(k, plan.capacity);
-  plan.num_samples = geometry.num_samples > 0 ? geometry.num_samples : kMaxSamples;
+  plan.num_samples = NumSamples(n, k, plan.capacity);
+  if (geometry.num_samples > 0) {
+    plan.num_samples = std::clamp<int64_t>(geometry.num_samples, 4, kMaxSamples);
+  }
+  // They may have to be put into the list.
   plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
 
   // CTAs a row: those that would idle otherwise, each with a chunk worth reading.
@@ -250,13 +293,61 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   };
   int64_t ctas = ctas_for(rows);
   plan.min_chunk = kMinChunk;
+
+  // CTAs of a cluster: a power of two. Clusters of more than two find room side by side
+  // on half of the SMs only (measured on the H200, 32768 columns: 16 rows with 4 and 8
+  // CTAs each take 9.1 and 13.7 us).
+  const int64_t largest_cluster =
+      device.compute_capability < kMinClusterCapability ? 0
+      : device.cluster_size > 0 ? std::min(device.cluster_size, kMaxClusterSize)
+      // What such devices are known to grant.
+      : device.shared_memory_bytes >= (200 << 10) ? kMaxClusterSize
+                                                  : 8;
+  // The ties of a chunk lie behind k slots (cluster_top_k.cu).
+  const bool has_clusters = largest_cluster > 0 && plan.capacity >= 2 * k;
+  int64_t cluster = 1;
+  while (has_clusters && 2 * cluster <= largest_cluster &&
+         2 * cluster * rows <= (cluster == 1 ? device.num_sms : device.num_sms / 2) &&
+         n >= 2 * cluster * kMinClusterChunk) {
+    cluster *= 2;
+  }
+  if (n < (cluster > 2 ? kMinClusterColumns : kMinPairColumns)) cluster = 1;
+
   if (geometry.ctas_per_row > 0) {
     ctas = std::min(geometry.ctas_per_row, kMaxCtasPerRow);
+    cluster = 1;
+    while (2 * cluster <= std::min(geometry.ctas_per_row, largest_cluster))
+      cluster *= 2;
     plan.min_chunk = 1;
   }
-  const bool split = requested == Implementation::kSplit || (chosen_here && ctas > 1);
+  const bool clustered = requested == Implementation::kCluster ||
+                         (chosen_here && cluster > 1 &&
+                          (CeilDiv(n, cluster) <= kMaxClusterChunk || cluster >= ctas));
+  const bool split =
+      requested == Implementation::kSplit || (chosen_here && !clustered && ctas > 1);
 
-  if (!split) {
+  if (clustered) {
+    if (largest_cluster < 1) {
+      return refuse("clusters need compute capability " +
+                    Number(kMinClusterCapability) + " and the device has " +
+                    Number(device.compute_capability));
+    }
+    if (!has_clusters) {
+      return refuse("a cluster needs " + Number(2 * k) +
+                    " slots of shared memory for k = " + Number(k) +
+                    " and the device has room for " + Number(plan.capacity));
+    }
+    plan.implementation = Implementation::kCluster;
+    plan.ctas_per_row = cluster;
+    plan.min_chunk = geometry.ctas_per_row > 0 ? 1 : kMinClusterChunk;
+    plan.ctas_per_sm = 1;
+    plan.grid = std::min(rows, kMaxGrid / cluster) * cluster;
+    plan.reason = !chosen_here
+                      ? "asked for by name"
+                      : Columns(problem) + " leave SMs idle with one CTA a row (" +
+                            Number(device.num_sms) + " SMs), so clusters of " +
+                            Number(cluster) + " CTAs share each";
+  } else if (!split) {
     plan.implementation = Implementation::kRow;
     plan.ctas_per_row = 1;
     // Alone on its SM a CTA gets all the registers. Two hide each other's barriers,
@@ -290,7 +381,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     }
     plan.ctas_per_row = ctas;
     plan.ctas_per_sm = 1;
-    plan.grid = std::min(rows, std::max<int64_t>(kMaxGrid / ctas, 1)) * ctas;
+    plan.grid = std::min(rows, kMaxGridRows) * ctas;
     plan.reason = !chosen_here
                       ? "asked for by name"
                       : Columns(problem) + " leave SMs idle with one CTA a row (" +
@@ -298,7 +389,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
                             " CTAs share each";
   }
   plan.num_threads = kThreads;
-  if (geometry.ctas_per_sm > 0 && !split) {
+  if (geometry.ctas_per_sm > 0 && plan.implementation == Implementation::kRow) {
     plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
   }
   if (geometry.grid > 0) {

@@ -64,10 +64,9 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t ctas_per_sm : {1, 2}) {
       for (bool all_resident : {false, true}) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(KernelFor(type, ctas_per_sm, all_resident),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(bytes));
+        const cudaError_t error = cudaFuncSetAttribute(
+            KernelFor(type, ctas_per_sm, all_resident),
+            cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
         if (error != cudaSuccess) return error;
       }
     }
@@ -77,10 +76,9 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity))<<<static_cast<unsigned>(plan.grid), kThreads,
-                                             plan.shared_memory_bytes, stream>>>(
-      params, static_cast<uint32_t>(plan.capacity),
-      WholeRows(params, plan));
+  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity))<<<
+      static_cast<unsigned>(plan.grid), kThreads, plan.shared_memory_bytes, stream>>>(
+      params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));
   return cudaGetLastError();
 }
 

@@ -64,18 +64,18 @@ struct Bin {
 // all bins are 0, and so is num_few.
 struct Cta {
   struct Scratch {
-    uint32_t totals[2][kWarps];    // sums of the warps, in turns
-    uint32_t bin_totals[kWarps];   // of the bins that a warp looks at
-    uint32_t min_keys[kWarps];     // extremes of the keys of the warps
+    uint32_t totals[2][kWarps];   // sums of the warps, in turns
+    uint32_t bin_totals[kWarps];  // of the bins that a warp looks at
+    uint32_t min_keys[kWarps];    // extremes of the keys of the warps
     uint32_t max_keys[kWarps];
     alignas(16) uint64_t few[kFew];  // composites
     uint32_t ranks[kFew];            // how many of them are larger
     uint32_t num_few;
-    Bin bin;                       // that FindBin has found
-    uint32_t min_key;              // extremes of the keys met
+    Bin bin;           // that FindBin has found
+    uint32_t min_key;  // extremes of the keys met
     uint32_t max_key;
-    uint32_t column;               // of the last tie selected
-    uint32_t most;                 // entries of a bucket
+    uint32_t column;  // of the last tie selected
+    uint32_t most;    // entries of a bucket
     uint32_t flag;
     // For the CTAs of a cluster (cluster_top_k.cu).
     uint32_t counts[2][kMaxClusterSize];  // in turns
@@ -234,9 +234,9 @@ struct Vectors {
 
   const Bits* data;  // vector 0
   Columns columns;
-  uint32_t column;        // the first of vector 0; modulo 2^32, it may be before column 0
-  uint32_t size;          // vectors that hold a column
-  uint32_t first_whole;   // the vectors that hold nothing else
+  uint32_t column;  // the first of vector 0; modulo 2^32, it may be before column 0
+  uint32_t size;    // vectors that hold a column
+  uint32_t first_whole;  // the vectors that hold nothing else
   uint32_t num_whole;
   uint32_t first_inside;  // the vectors that hold nothing but scores
   uint32_t num_inside;
@@ -373,7 +373,9 @@ struct ListWords {  // of entries
   const uint64_t* list;
   uint32_t count;
 
-  __device__ uint32_t ColumnAt(uint32_t place) const { return EntryColumn(list[place]); }
+  __device__ uint32_t ColumnAt(uint32_t place) const {
+    return EntryColumn(list[place]);
+  }
 
   template <typename F>
   __device__ __forceinline__ void ForEach(F&& f) const {
@@ -462,8 +464,8 @@ __device__ __forceinline__ Bin FindBin(const Cta& cta, uint32_t rank) {
     if (above_upper < rank && rank <= reached) {
       const bool upper = above_lower >= rank;
       const uint32_t pair = kThreads - 1 - threadIdx.x;
-      cta.scratch().bin = {2 * pair + (upper ? 1 : 0), upper ? above_upper : above_lower,
-                           upper ? mine.y : mine.x};
+      cta.scratch().bin = {2 * pair + (upper ? 1 : 0),
+                           upper ? above_upper : above_lower, upper ? mine.y : mine.x};
     }
   }
   __syncthreads();
@@ -559,9 +561,8 @@ __device__ __forceinline__ Cut SelectByKey(const Cta& cta, const Words& words,
     if (bin.index > 0) low += 1 + ((bin.index - 1) << shift);
     if (high - low > width) high = low + width;
     if (low < high && inside <= kFew) {
-      return RankFew(cta, words, rank - above, above, inside, [&](uint32_t word) {
-        return KeyOf(word) - low <= high - low;
-      });
+      return RankFew(cta, words, rank - above, above, inside,
+                     [&](uint32_t word) { return KeyOf(word) - low <= high - low; });
     }
     ClearBins(cta);
   }
@@ -671,8 +672,7 @@ template <typename Words, typename InMemory, typename Restore>
 __device__ __forceinline__ Cut SelectByValue(const Cta& cta, const Words& words,
                                              uint32_t rank, uint32_t slack,
                                              const Range& range, bool nans_on_top,
-                                             InMemory&& in_memory,
-                                             Restore&& restore) {
+                                             InMemory&& in_memory, Restore&& restore) {
   const ValueBins bin_of(range.low, range.high, nans_on_top);
   words.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
   const Bin bin = FindBin(cta, rank);
@@ -986,7 +986,8 @@ struct SampleWords {
       if (j * kThreads < groups) {
 #pragma unroll
         for (uint32_t e = 0; e < Sampling::kGroup; ++e) {
-          f(words[j * Sampling::kGroup + e], static_cast<int>(j * Sampling::kGroup + e));
+          f(words[j * Sampling::kGroup + e],
+            static_cast<int>(j * Sampling::kGroup + e));
         }
       }
     }
@@ -1012,7 +1013,8 @@ __device__ __forceinline__ void DrawSample(const Scores<Bits>& scores, const Bit
     if (i < sample->groups) {
       // Its place as a fraction of the row, times 2^32.
       const uint32_t jitter = i * 2654435761u;
-      const uint32_t fraction = shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;
+      const uint32_t fraction =
+          shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;
       const uint32_t place = __umulhi(fraction, vectors.num_whole);
       if constexpr (sizeof(Bits) == 4) {
         const uint4 four = __ldg(reinterpret_cast<const uint4*>(first) + place);
@@ -1050,8 +1052,8 @@ __device__ __forceinline__ Filter SampleFilter(const Cta& cta, const Sampling& s
     });
     return PlainWords{words, sampling.Samples(), 0};
   };
-  const Cut cut =
-      SelectByValue(cta, sample, sampling.rank, slack, range, false, in_memory, restore);
+  const Cut cut = SelectByValue(cta, sample, sampling.rank, slack, range, false,
+                                in_memory, restore);
   // If more columns would reach the threshold than fit in the list, they equal it: leave
   // those out.
   const bool strict =
@@ -1081,9 +1083,8 @@ __device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
                                                 const Tile<Bits>& first,
                                                 uint32_t floor) {
   const Beyond beyond(floor);
-  return CompactChunk(
-      cta, chunk, first, cta.list(), cta.capacity, cta.capacity,
-      [&](uint32_t word, uint32_t) { return beyond(word); });
+  return CompactChunk(cta, chunk, first, cta.list(), cta.capacity, cta.capacity,
+                      [&](uint32_t word, uint32_t) { return beyond(word); });
 }
 
 // The first `wanted` columns of a chunk whose key is `key`, into the list from position
@@ -1097,12 +1098,11 @@ __device__ __noinline__ uint32_t CollectTies(const Cta cta, const Vectors<Bits> 
   const uint32_t tie = WordOf(key);
   Tile<Bits> first;
   first.Load(chunk, 0);
-  const uint32_t found =
-      CompactChunk(cta, chunk, first, cta.list() + at, wanted, wanted - 1,
-                   [&](uint32_t word, uint32_t column) {
-                     return word == tie &&
-                            column - columns.start < columns.stop - columns.start;
-                   });
+  const uint32_t found = CompactChunk(
+      cta, chunk, first, cta.list() + at, wanted, wanted - 1,
+      [&](uint32_t word, uint32_t column) {
+        return word == tie && column - columns.start < columns.stop - columns.start;
+      });
   return min(found, wanted);
 }
 
@@ -1138,7 +1138,8 @@ __device__ __forceinline__ Reduced ReduceChunk(const Cta& cta,
   if (survivors > cta.capacity) return SelectExactly(cta, chunk, k);
   Reduced reduced = {survivors, 0, max(ties_at, survivors), false};
   if (filter.strict && survivors < k) {
-    reduced.ties = CollectTies(cta, chunk, filter.floor, k - survivors, reduced.ties_at);
+    reduced.ties =
+        CollectTies(cta, chunk, filter.floor, k - survivors, reduced.ties_at);
   }
   return reduced;
 }
@@ -1230,7 +1231,8 @@ __device__ inline void SortDescending(uint64_t* list, uint32_t size) {
 //   3. Rank each within its bucket.
 // If a bucket is crowded, sort instead: slower, but the same for every input.
 template <typename Write>
-__device__ __noinline__ void ForEachByValue(const Cta cta, uint32_t count, const Write write) {
+__device__ __noinline__ void ForEachByValue(const Cta cta, uint32_t count,
+                                            const Write write) {
   constexpr int kBinBits = 10;
   constexpr int kBinsPerThread = kNumBins / kThreads;
   Cta::Scratch& scratch = cta.scratch();
@@ -1534,9 +1536,8 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   if (reduced.ties == 0) {
     SelectInList(cta, reduced.survivors, k, filter.range, entries.columns);
   } else if (params.sorted) {
-    Join(cta, reduced, [&](uint32_t position, uint64_t entry) {
-      cta.list()[position] = entry;
-    });
+    Join(cta, reduced,
+         [&](uint32_t position, uint64_t entry) { cta.list()[position] = entry; });
   } else {
     const RowOutput<Bits> out(params, row);
     Merge(cta, reduced, [&](uint32_t position, uint64_t entry) {

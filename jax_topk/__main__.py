@@ -147,7 +147,7 @@ def _print_plan(kind: str, device: _plan.Device, args: argparse.Namespace) -> No
     print(f"  {kind}: {name}")
     print(f"    because {choice.reason}")
     plan = choice.plan
-    if choice.implementation not in ("row", "split"):
+    if choice.implementation not in ("row", "split", "cluster"):
         return
     print(
         f"    {plan.grid} CTAs of {plan.num_threads} threads, at most "

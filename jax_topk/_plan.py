@@ -28,6 +28,7 @@ TARGETS = {
     "cpu": "jax_topk_cpu_v1",
     "row": "jax_topk_row_v1",
     "split": "jax_topk_split_v1",
+    "cluster": "jax_topk_cluster_v1",
 }
 # Those that answer slots of paged memory: an operand and two attributes more.
 PAGED_TARGETS = {
@@ -140,7 +141,7 @@ def choose(
         implementation=implementation or "",
         geometry=geometry,
     )
-    needs_kernels = plan.implementation in ("row", "split")
+    needs_kernels = plan.implementation in ("row", "split", "cluster")
     if needs_kernels and device.num_sms and not BUILD_INFO["cuda"]:
         # The GPU is right here, but no kernel is.
         reason = "this build of jax_topk has no CUDA kernels"

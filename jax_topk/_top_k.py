@@ -69,7 +69,7 @@ def top_k(
         sorted: the order of the answer, never its set. True: by descending value, equal
             ones by ascending index. False: by ascending index, which is faster.
         implementation: None, which lets the planner choose, or the name of the only
-            implementation to use: "xla", "cpu", "row" or "split".
+            implementation to use: "xla", "cpu", "row", "split" or "cluster".
 
     Returns:
         Values ``(..., k)``, bit copies of the scores, and int32 indices ``(..., k)``,
