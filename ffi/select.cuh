@@ -379,7 +379,7 @@ struct ListWords {  // of entries
 
   template <typename F>
   __device__ __forceinline__ void ForEach(F&& f) const {
-    constexpr uint32_t kBatch = 8;  // loads in flight
+    constexpr uint32_t kBatch = 4;  // loads in flight; with 8 the kernels spill more
     for (uint32_t base = threadIdx.x; base < count; base += kBatch * kThreads) {
       uint32_t word[kBatch];
 #pragma unroll
