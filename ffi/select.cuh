@@ -1360,6 +1360,14 @@ __device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params
   if (params.sorted) {
     ForEachByValue(cta, kept, out);
   } else {
+    if (params.page_table != nullptr) {
+      // Slots in place of columns; the loop below gives each thread the same entries.
+#pragma unroll 4
+      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
+        uint32_t* column = reinterpret_cast<uint32_t*>(&cta.list()[i]);
+        *column = static_cast<uint32_t>(RowIndex(params, row, *column));
+      }
+    }
     constexpr uint32_t kBatch = 4;
     for (uint32_t base = threadIdx.x; base < kept; base += kBatch * kThreads) {
       uint64_t entry[kBatch];
@@ -1379,7 +1387,7 @@ __device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params
     out.values[i] = static_cast<Bits>(PadBits(params.type));
     out.indices[i] = -1;
   }
-  EmitSlots<Bits>(params, row, kept);
+  if (params.sorted) EmitSlots<Bits>(params, row, kept);
 }
 
 // Rows --------------------------------------------------------------------------------
