@@ -251,8 +251,12 @@ def listing(files):
         test = row.get("test") or one.tests[0]
         test = test.removeprefix("test_").replace(".py::test_", ": ").replace("_", " ")
         verdict = row.get("verdict", "not run yet")
+        # What was not as expected does not pass for it.
+        if row and not row["good"]:
+            verdict += f", not {one.expect}"
         if row and (row["verdict"], one.expect) == ("green", "green"):
-            test = "those of the row state"
+            files = sorted({test.split(".")[0] for test in one.tests})
+            test = "those of " + ", ".join(file[5:].replace("_", " ") for file in files)
         why = f"; {one.why}" if one.why else ""
         lines.append(f"| `{one.name}` | {one.where} | {test} | {verdict}{why} |")
     return "\n".join(lines)
@@ -316,8 +320,9 @@ def main():
     def judge(mutation, tree, built):
         start = time.monotonic()
         options = [] if mutation.expect == "green" else ["-x"]
+        limit = min(mutation.timeout or given.timeout, given.timeout)
         verdict, test, message = run_tests(
-            tree, site, mutation.tests, given.timeout, options, mutation.where
+            tree, site, mutation.tests, limit, options, mutation.where
         )
         good = verdict == mutation.expect or (
             mutation.expect == "either" and verdict in ("red", "green")

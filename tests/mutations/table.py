@@ -22,6 +22,7 @@ class Mutation:
       expect: "red"; "green" for a variant, which is slow or strange but right; "either"
         where real hardware hides the fault, at least at times: `why` says so.
       why: what a reader should know.
+      timeout: of the tests in seconds, if less than the runner's: for those that hang.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Mutation:
     where: str = "gpu"
     expect: str = "red"
     why: str = ""
+    timeout: int = 0
 
 
 MUTATIONS: list[Mutation] = []
@@ -44,6 +46,7 @@ ROW_STATE = "ffi/row_state.cuh"
 SELECT = "ffi/select.cuh"
 SPLIT = "ffi/split_top_k.cu"
 ROW = "ffi/row_top_k.cu"
+CLUSTER = "ffi/cluster_top_k.cu"
 KEYS = "ffi/ordered_key.h"
 TOP_K = "ffi/top_k.h"
 PLAN = "ffi/plan.h"
@@ -65,6 +68,18 @@ REPLAYS = (
     "test_row_state.py::test_replays_at_unchanged_addresses_see_the_new_contents"
     "[every-call-in-a-graph]"
 )
+# Steps of the select. What they are bent to is in test_select.py.
+LEVELS = "test_select.py::test_any_number_of_different_scores"
+FEW_NANS = "test_select.py::test_a_few_nans_and_infinities_that_a_sample_hardly_shows"
+LEAST = "test_select.py::test_the_least_score_of_all_is_a_score"
+TIES_OF_SEVERAL = "test_select.py::test_ties_that_several_ctas_contribute"
+ONE_CHUNK = "test_select.py::test_all_winners_in_one_chunk"
+WHOLE_TILES = "test_select.py::test_rows_about_as_long_as_a_tile"
+WINDOW_TILES = "test_select.py::test_windows_about_as_long_as_a_tile"
+RESIDENT = "[row-(0,0,0,2,1)]"
+LISTED = "[row-(0,700,16384,4,1)]"
+CLUSTERS = "[cluster-(4,2048,0,4,0)]"
+PAIRS = "[cluster-(2,1,1,2,0)]"  # whose lists overflow
 OVERFLOWING = "[split-(5,1,16,10,0)]"
 SHARED = "[split-(4,256,0,0,0)]"
 WORDS = "test_graphs.py::test_every_launch_leaves_arrival_words_of_zero"
@@ -183,8 +198,8 @@ _mutation(
 _mutation(
     "arrival_on_rows_that_exit_early",
     SPLIT,
-    "    if (mine >= max(ctas, 1u)) continue;",
-    "    if (mine >= max(ctas, 1u)) {\n"
+    "    if (mine >= cutting.count) continue;",
+    "    if (mine >= cutting.count) {\n"
     "      if (threadIdx.x == 0) {\n"
     "        atomicAdd(reinterpret_cast<unsigned long long*>(\n"
     "                      workspace.bytes + row * workspace.bytes_per_row), 1ull);\n"
@@ -216,6 +231,8 @@ _mutation(
     "i < 0; i += kThreads) {",
     "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row"
     "[split-36-float32]",
+    "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row"
+    "[split-39-float32]",
 )
 _mutation(
     "ties_of_later_ctas_not_skipped",
@@ -227,10 +244,11 @@ _mutation(
 )
 _mutation(
     "chunks_lose_their_last_column",
-    SPLIT,
-    "min(first + chunk, entries.columns.stop)",
-    "min(first + chunk - 1, entries.columns.stop)",
+    SELECT,
+    "return {first, min(first + size, columns.stop)};",
+    "return {first, min(first + size - 1, columns.stop)};",
     BENT + "[split-(2,2048,0,0,0)-unsorted]",
+    ONE_CHUNK + CLUSTERS,
 )
 _mutation(
     "workspace_offset_in_32_bits",
@@ -245,10 +263,10 @@ _mutation(
 _mutation(
     "survivors_above_the_capacity_dropped",
     SELECT,
-    "  const uint32_t survivors = FilterChunk(cta, chunk, filter.floor);\n"
+    "  const uint32_t survivors = FilterChunk(cta, chunk, first, filter.floor);\n"
     "  if (survivors > cta.capacity) return SelectExactly(cta, chunk, k);",
-    "  const uint32_t survivors = min(FilterChunk(cta, chunk, filter.floor), "
-    "cta.capacity);",
+    "  const uint32_t survivors =\n"
+    "      min(FilterChunk(cta, chunk, first, filter.floor), cta.capacity);",
     BENT + "[row-(0,1,1,1,0)-unsorted]",
 )
 _mutation(
@@ -256,36 +274,45 @@ _mutation(
     SPLIT,
     "if (survivors > cta.capacity) {",
     "if (survivors > cta.capacity && false) {",
+    BENT + "[split-(7,1024,64,21,0)-unsorted]",
     BENT + "[split-(3,1,0,0,0)-unsorted]",
 )
 _mutation(
     "exact_path_one_round_early",
     SELECT,
-    "if (reached <= rank + slack || low == high)",
-    "if (reached <= rank + slack || shift <= kBinBits)",
+    "  while (low < high) {\n    __syncthreads();  // the bins are clear",
+    "  while (high - low >= kNumBins) {\n    __syncthreads();  // the bins are clear",
     BENT + "[row-(0,1,1,1,0)-unsorted]",
 )
 _mutation(
     "rows_of_a_sample_too_high_unanswered",
     SELECT,
-    "reduced = SelectExactly(cta, entries, k);",
+    "reduced = SelectExactly(cta, entries.Of(entries.columns), k);",
     "return;",
-    "test_exactness.py::test_a_sample_that_misleads_costs_time_and_nothing_else"
-    "[row-many-rows]",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+    why="a row that descends, of which the first four columns are the sample",
 )
 _mutation(
     "bins_that_do_not_begin_behind_the_lowest_word",
     SELECT,
-    "if (bin > 0) low += 1 + ((bin - 1) << shift);",
-    "low += bin << shift;",
+    "if (bin.index > 0) low += 1 + ((bin.index - 1) << shift);",
+    "low += bin.index << shift;",
     BENT + "[row-(0,1,1,1,0)-unsorted]",
 )
 _mutation(
     "tie_quota_off_by_one",
     SELECT,
-    "CollectTies(cta, chunk, key, k - survivors, survivors), true}",
-    "CollectTies(cta, chunk, key, k - survivors - 1, survivors), true}",
+    "CollectTies(cta, chunk, key, k - survivors, survivors);",
+    "CollectTies(cta, chunk, key, k - survivors - 1, survivors);",
     BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "tie_quota_of_a_strict_filter_off_by_one",
+    SELECT,
+    "CollectTies(cta, chunk, filter.floor, k - survivors, reduced.ties_at);",
+    "CollectTies(cta, chunk, filter.floor, k - survivors, reduced.ties_at) - 1;",
+    TIES_OF_SEVERAL + "[split-(2,2048,0,4,0)]",
+    TIES_OF_SEVERAL + CLUSTERS,
 )
 _mutation(
     "tie_quota_one_too_many",
@@ -295,52 +322,108 @@ _mutation(
     BENT + "[split-(2,2048,0,0,0)-unsorted]",
     BENT + "[split-(16,700,16384,0,0)-unsorted]",
 )
+WRITE_WHERE_THERE_IS_SOMETHING = (
+    "  uint32_t all;\n"
+    "  uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);\n"
+    "  if (total > 0) {\n"
+)
+
 _mutation(
     "ties_taken_in_another_order",
     SELECT,
-    "const uint32_t first = base + threadIdx.x * kPerThread;",
-    "const uint32_t first = base + (kThreads - 1 - threadIdx.x) * kPerThread;",
+    WRITE_WHERE_THERE_IS_SOMETHING,
+    "  uint32_t all;\n"
+    "  const uint32_t before = SumBeforeWarp(cta.scratch().totals[turn], &all);\n"
+    "  uint32_t position = count + all - total - before;\n"
+    "  if (total > 0) {\n",
     BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "ties_taken_in_the_order_of_arrival",
+    SELECT,
+    WRITE_WHERE_THERE_IS_SOMETHING,
+    "  uint32_t all;\n"
+    "  SumBeforeWarp(cta.scratch().totals[turn], &all);\n"
+    "  uint32_t position = 0;\n"
+    "  if ((threadIdx.x & 31) == 0) {\n"
+    "    position = count + atomicAdd(&cta.scratch().most, total);\n"
+    "  }\n"
+    "  position = __shfl_sync(kFullWarp, position, 0);\n"
+    "  if (total > 0) {\n",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+    more=(
+        (
+            SELECT,
+            "  cta.scratch().totals[turn][warp] = total;  // all lanes the same\n"
+            "  __syncthreads();\n\n  // 3.",
+            "  cta.scratch().totals[turn][warp] = total;  // all lanes the same\n"
+            "  if (threadIdx.x == 0) cta.scratch().most = 0;\n"
+            "  __syncthreads();\n\n  // 3.",
+        ),
+    ),
 )
 _mutation(
     "threshold_greater_instead_of_at_least",
     SELECT,
-    "valid && composite[j] >= threshold",
-    "valid && composite[j] > threshold",
+    "return beyond(word) | ((word == tie) & (column - start <= reach));",
+    "return beyond(word);",
     TINY + "[row-(0,1,0,0,0)]",
     BENT + "[row-(0,1,0,0,0)-unsorted]",
 )
 _mutation(
     "filter_lets_the_floor_pass",
     SELECT,
-    "passing += KeyOfVector<Bits>(keys[u], e) > floor ? 1 : 0;",
-    "passing += KeyOfVector<Bits>(keys[u], e) >= floor ? 1 : 0;",
+    "  const Beyond beyond(floor);\n",
+    "  const Beyond beyond(floor - 1);\n",
     BENT + "[row-(0,1,1,1,0)-unsorted]",
+    TIES_OF_SEVERAL + "[split-(2,2048,0,4,0)]",
 )
 _mutation(
     "whole_rows_beyond_the_capacity",
     SELECT,
-    "  if (length <= cta.capacity) {\n    LoadChunk(cta, entries);",
-    "  if (length <= 2 * cta.capacity) {\n    LoadChunk(cta, entries);",
-    "test_exactness.py::test_one_bin_just_below_at_and_above_common_buffer_sizes"
-    "[row-512]",
+    "return Length() <= capacity && Of(columns)",
+    "return Of(columns)",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
 )
 _mutation(
     "head_of_a_misaligned_chunk_skipped",
     SELECT,
-    "  filter_edge(columns.start, head);\n",
-    "",
-    "test_windows.py::test_indices_are_absolute_and_neighbours_of_the_window_are_not_seen"
-    "[row-float32]",
+    "if (column + e - columns.start >= columns.stop - columns.start) {",
+    "if (i == 0 || column + e - columns.start >= columns.stop - columns.start) {",
     BENT + "[split-(2,2048,0,0,0)-unsorted]",
+    LEVELS + RESIDENT,
+)
+_mutation(
+    "head_reads_from_the_beginning_of_the_vector",
+    SELECT,
+    "if (column + e - columns.start >= columns.stop - columns.start) {",
+    "if (static_cast<int32_t>(column + e - columns.stop) >= 0) {",
+    "test_windows.py::test_every_distribution_is_exact_in_a_ragged_batch"
+    "[row-5003-float32]",
+    LEVELS + RESIDENT,
 )
 _mutation(
     "tail_reads_on_to_the_end_of_the_vector",
     SELECT,
-    "const uint32_t num_vectors = (columns.stop - head) / kPerVector;",
-    "const uint32_t num_vectors = (columns.stop - head + kPerVector - 1) / kPerVector;",
+    "if (column + e - columns.start >= columns.stop - columns.start) {",
+    "if (static_cast<int32_t>(column + e - columns.start) < 0) {",
     "test_windows.py::test_indices_are_absolute_and_neighbours_of_the_window_are_not_seen"
     "[row-float32]",
+)
+_mutation(
+    "edges_of_a_chunk_not_masked",
+    SELECT,
+    "      if (i < from.size && !from.Whole(i)) {",
+    "      if (false) {",
+    "test_windows.py::test_indices_are_absolute_and_neighbours_of_the_window_are_not_seen"
+    "[row-float32]",
+)
+_mutation(
+    "edges_beside_the_memory_of_the_scores_left_out",
+    SELECT,
+    "      } else if (!inside) {",
+    "      } else if (false) {",
+    "test_shapes.py::test_every_width_up_to_64_in_one_program[row]",
 )
 _mutation(
     "bucket_sort_of_crowded_buckets_by_value_only",
@@ -359,9 +442,23 @@ _mutation(
 _mutation(
     "rows_beyond_the_split_grid_forgotten",
     SPLIT,
+    "row < params.rows; row += gridDim.y) {",
+    "row < params.rows; row += params.rows) {",
+    BENT + "[split-(4,1,1,4,0)-unsorted]",
+)
+_mutation(
+    "rows_beyond_the_grid_of_clusters_forgotten",
+    CLUSTER,
     "row += rows_at_once) {",
     "row += params.rows) {",
-    BENT + "[split-(4,1,1,4,0)-unsorted]",
+    LEVELS + CLUSTERS,
+)
+_mutation(
+    "split_grid_of_all_rows",
+    PLAN,
+    "plan.grid = std::min(rows, kMaxGridRows) * ctas;",
+    "plan.grid = rows * ctas;",
+    "test_shapes.py::test_more_rows_than_a_grid_axis_holds[split]",
 )
 _mutation(
     "grid_in_y",
@@ -372,27 +469,27 @@ _mutation(
     more=(
         (
             ROW,
-            "<<<static_cast<unsigned>(plan.grid),",
-            "<<<dim3(1, static_cast<unsigned>(plan.grid)),",
+            "static_cast<unsigned>(plan.grid), kThreads,",
+            "dim3(1, static_cast<unsigned>(plan.grid)), kThreads,",
         ),
     ),
 )
 _mutation(
     "barrier_between_rows_removed",
     ROW,
-    "[](Reduced*) { return true; });\n    __syncthreads();",
-    "[](Reduced*) { return true; });",
+    "    }\n    __syncthreads();\n",
+    "    }\n",
     BENT + "[row-(0,0,0,1,1)-sorted]",
     TINY + "[row-(0,0,0,1,1)]",
-    "test_big.py::test_one_cta_goes_through_thousands_of_rows",
+    "test_big.py::test_one_cta_or_cluster_goes_through_thousands_of_rows",
     expect="either",
     why="a race within a CTA, which racecheck is for",
 )
 _mutation(
     "scores_offset_in_32_bits",
     SELECT,
-    "static_cast<const Bits*>(params.scores) + row * params.n",
-    "static_cast<const Bits*>(params.scores) + static_cast<int32_t>(row * params.n)",
+    "data = scores.begin + row * params.n;",
+    "data = scores.begin + static_cast<int32_t>(row * params.n);",
     "test_shapes.py::test_more_than_2_to_31_scores[row]",
 )
 _mutation(
@@ -401,6 +498,379 @@ _mutation(
     "values(static_cast<Bits*>(params.values) + row * params.k)",
     "values(static_cast<Bits*>(params.values) + static_cast<int32_t>(row * params.k))",
     LARGE_OUTPUT,
+)
+
+# The select by value, and what is around it ------------------------------------------
+
+BINS_AT_REST = "  __syncthreads();\n  Rest(cta);\n"
+
+_mutation(
+    "nans_of_a_list_in_the_lowest_bin",
+    SELECT,
+    "SelectByValue(cta, words, k, 0, range, true,",
+    "SelectByValue(cta, words, k, 0, range, false,",
+    FEW_NANS + LISTED.replace("]", "-f32]"),
+)
+_mutation(
+    "nans_of_a_row_in_the_highest_bin",
+    SELECT,
+    "RangeOf(cta, tile), false, in_memory",
+    "RangeOf(cta, tile), true, in_memory",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "range_passes_over_nans_above_it",
+    SELECT,
+    "  if (most > 0x7F800000) high = __int_as_float(most);\n",
+    "",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "one_order_for_words_of_both_signs",
+    SELECT,
+    "flip = floor >> 31 != 0 ? 0x7FFFFFFFu : 0;",
+    "flip = 0x7FFFFFFFu;",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "bins_not_cleared_after_a_sample",
+    SELECT,
+    "inside <= rank + slack) {\n    Rest(cta);\n",
+    "inside <= rank + slack) {\n",
+    BENT + "[row-(0,700,16384,0,1)-unsorted]",
+)
+_mutation(
+    "bins_not_cleared_after_a_few_were_ranked",
+    SELECT,
+    BINS_AT_REST,
+    "  __syncthreads();\n",
+    LEVELS + LISTED,
+    LEVELS + "[split-(2,2048,0,4,0)]",
+)
+_mutation(
+    "bins_by_value_not_cleared_before_those_by_key",
+    SELECT,
+    "  __syncthreads();  // also: the words are there\n  ClearBins(cta);\n",
+    "  __syncthreads();  // also: the words are there\n",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "bins_of_a_round_not_cleared_for_the_next",
+    SELECT,
+    "    ClearBins(cta);\n  }\n  return {low, above, above + inside};",
+    "  }\n  return {low, above, above + inside};",
+    LEVELS + "[row-(0,1,1,3,0)]",
+)
+_mutation(
+    "lower_bin_of_a_pair_for_the_last_of_the_upper",
+    SELECT,
+    "const bool upper = above_lower >= rank;",
+    "const bool upper = above_lower > rank;",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "bin_not_found_for_the_last_of_a_pair",
+    SELECT,
+    "if (above_upper < rank && rank <= reached) {",
+    "if (above_upper < rank && rank < reached) {",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "bins_of_warps_above_counted_with_its_own",
+    SELECT,
+    "lane < warp ? of_lane : 0",
+    "lane <= warp ? of_lane : 0",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "few_ranked_without_their_columns",
+    SELECT,
+    "Composite(KeyOf(last_word), words.ColumnAt(last_place));",
+    "Composite(KeyOf(last_word), 0);",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "more_than_few_ranked_as_few",
+    SELECT,
+    "  if (bin.inside <= kFew) {",
+    "  if (bin.inside <= 2 * kFew) {",
+    LEVELS + RESIDENT,
+)
+_mutation(
+    "last_of_the_few_instead_of_the_rank",
+    SELECT,
+    "(scratch.ranks[lane] == rank - 1)",
+    "(scratch.ranks[lane] == inside - 1)",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "sample_larger_than_the_list",
+    PLAN,
+    "  plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);\n",
+    "",
+    BENT + "[row-(0,700,16384,0,1)-unsorted]",
+)
+_mutation(
+    "warps_that_are_not_full_skipped",
+    SELECT,
+    "busy = first + threadIdx.x / 32 * (32 * kVectors) < from.size;",
+    "busy = first + (threadIdx.x / 32 + 1) * (32 * kVectors) <= from.size;",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "tile_read_twice_and_the_next_never",
+    SELECT,
+    "next.Load(chunk, base + kTileVectors);",
+    "next.Load(chunk, base);",
+    "test_exactness.py::test_every_distribution_is_selected_exactly"
+    "[row-16411-2048-float32-unsorted]",
+)
+_mutation(
+    "totals_of_warps_not_in_turns_and_a_warp_held_up",
+    SELECT,
+    "       base += kTileVectors, turn ^= 1) {",
+    "       base += kTileVectors) {",
+    "test_exactness.py::test_every_distribution_is_selected_exactly"
+    "[row-70001-512-float32-unsorted]",
+    more=(
+        (
+            SELECT,
+            WRITE_WHERE_THERE_IS_SOMETHING,
+            _delayed("warp == 7", 20000) + WRITE_WHERE_THERE_IS_SOMETHING,
+        ),
+    ),
+)
+_mutation(
+    "entries_beyond_the_room_written",
+    SELECT,
+    "const uint32_t limit = list + 8 * room;",
+    "const uint32_t limit = 0xFFFFFFFFu;",
+    BENT + "[row-(0,1,1,1,0)-unsorted]",
+)
+_mutation(
+    "all_ties_of_a_list_kept",
+    SELECT,
+    "    threshold.reach = column - columns.start;\n  }\n",
+    "    (void)column;\n  }\n",
+    BENT + "[row-(0,700,16384,0,1)-unsorted]",
+    LEVELS + LISTED,
+)
+_mutation(
+    "column_of_the_last_tie_off_by_one",
+    SELECT,
+    "position == wanted - 1)",
+    "position == wanted)",
+    LEVELS + LISTED,
+)
+_mutation(
+    "all_ties_of_a_row_kept",
+    SELECT,
+    "    if (length > kept) threshold.reach = cut.column - columns.start;\n",
+    "",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "last_tie_of_a_row_off_by_one",
+    SELECT,
+    "cta.list()[kept - cut.above - 1]",
+    "cta.list()[kept - cut.above]",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "places_without_a_column_taken_for_ties",
+    SELECT,
+    "return word == tie && column - columns.start < columns.stop - columns.start;",
+    "return word == tie;",
+    LEAST + "[row-(0,700,16384,4,1)-f32]",
+    LEAST + "[row-(0,1,1,3,0)-f32]",
+)
+_mutation(
+    "ties_behind_the_survivors_in_column_order",
+    SELECT,
+    "    write(own + low, entry);",
+    "    write(tie ? reduced.survivors + own : own, entry);",
+    TIES_OF_SEVERAL + "[split-(2,2048,0,4,0)]",
+)
+_mutation(
+    "vector_more_than_a_tile_holds",
+    SELECT,
+    "Of(columns).size <= Tile<Bits>::kTileVectors;",
+    "Of(columns).size <= Tile<Bits>::kTileVectors + 1;",
+    WINDOW_TILES + "[row-(0,9000,0,0,0)-f32]",
+    WINDOW_TILES + "[cluster-(4,9000,0,0,0)-bf16]",
+)
+_mutation(
+    "misaligned_rows_as_long_as_a_tile",
+    ROW,
+    "const int64_t most = kTileColumns - (aligned ? 0 : per_vector - 1);",
+    "const int64_t most = kTileColumns + 0 * (aligned ? 0 : per_vector - 1);",
+    WHOLE_TILES + "[-1-row-(0,9000,0,0,0)-f32]",
+    WHOLE_TILES + "[-1-row-(0,9000,0,0,0)-bf16]",
+)
+
+# Clusters ----------------------------------------------------------------------------
+
+_mutation(
+    "survivors_of_earlier_ctas_overwritten",
+    CLUSTER,
+    "Send(list + 8 * (at + i),",
+    "Send(list + 8 * (0 * at + i),",
+    LEVELS + CLUSTERS,
+)
+_mutation(
+    "survivors_behind_those_of_later_ctas",
+    CLUSTER,
+    "const bool before = lane < mine;",
+    "const bool before = lane <= mine;",
+    LEVELS + CLUSTERS,
+)
+_mutation(
+    "ties_of_earlier_ctas_overwritten",
+    CLUSTER,
+    "Send(list + 8 * (k + ties_at + i),",
+    "Send(list + 8 * (k + i),",
+    TIES_OF_SEVERAL + CLUSTERS,
+)
+_mutation(
+    "ties_sought_behind_all_survivors",
+    CLUSTER,
+    "*reduced = {all_survivors, wanted, k, false};",
+    "*reduced = {all_survivors, wanted, all_survivors, false};",
+    TIES_OF_SEVERAL + CLUSTERS,
+)
+_mutation(
+    "ties_of_the_leader_where_others_write",
+    CLUSTER,
+    "              k, prepare, meet);",
+    "              0, prepare, meet);",
+    TIES_OF_SEVERAL + CLUSTERS,
+)
+_mutation(
+    "ties_joined_as_if_next_to_the_survivors",
+    SELECT,
+    "const uint32_t skipped = reduced.ties_at - reduced.survivors;",
+    "const uint32_t skipped = 0;",
+    TIES_OF_SEVERAL + CLUSTERS,
+)
+_mutation(
+    "chunks_that_overflow_handed_over_as_if_complete",
+    CLUSTER,
+    "reduced->exact ? kIncomplete : reduced->ties",
+    "reduced->ties",
+    ONE_CHUNK + PAIRS,
+)
+_mutation(
+    "overflow_of_the_list_of_the_leader_ignored",
+    CLUSTER,
+    " || all_survivors > cta.capacity) {",
+    ") {",
+    ONE_CHUNK + "[cluster-(4,1,64,8,0)]",
+)
+_mutation(
+    "too_few_in_a_cluster_unnoticed",
+    CLUSTER,
+    "if (incomplete || all_survivors + all_ties < k ||",
+    "if (incomplete ||",
+    ONE_CHUNK + PAIRS,
+    timeout=45,
+    why="a hang: the leader waits for ties that nobody has",
+)
+_mutation(
+    "numbers_of_a_cluster_not_awaited",
+    CLUSTER,
+    "    Await(mailbox, parity);\n",
+    "",
+    LEVELS + CLUSTERS,
+    timeout=45,
+)
+_mutation(
+    "entries_of_a_cluster_not_awaited",
+    CLUSTER,
+    "    Await(gather, gathered++ & 1);\n",
+    "",
+    LEVELS + CLUSTERS,
+)
+_mutation(
+    "mailbox_of_entries_awaited_at_one_parity",
+    CLUSTER,
+    "Await(gather, gathered++ & 1);",
+    "Await(gather, gathered++ & 0);",
+    LEVELS + CLUSTERS,
+    timeout=45,
+)
+_mutation(
+    "mailboxes_of_numbers_awaited_at_one_parity",
+    CLUSTER,
+    "const uint32_t parity = met >> 1 & 1;",
+    "const uint32_t parity = 0;",
+    LEVELS + CLUSTERS,
+    timeout=45,
+)
+_mutation(
+    "numbers_of_a_cluster_not_in_turns_and_a_cta_held_up",
+    CLUSTER,
+    "uint32_t* counts = cta.scratch().counts[turn];",
+    "uint32_t* counts = cta.scratch().counts[0];",
+    LEVELS + CLUSTERS,
+    more=(
+        (
+            CLUSTER,
+            "    Await(mailbox, parity);\n",
+            "    Await(mailbox, parity);\n" + _delayed("mine == 1", 200000),
+        ),
+    ),
+    timeout=45,
+)
+_mutation(
+    "one_entry_too_few_expected",
+    CLUSTER,
+    "Expect(gather, 8 * (all_survivors + wanted - own));",
+    "Expect(gather, 8 * (max(all_survivors + wanted - own, 1u) - 1));",
+    LEVELS + CLUSTERS,
+    timeout=45,
+    why="wrong when the last entry is late, and else a hang some rows later",
+)
+_mutation(
+    "one_entry_too_many_expected",
+    CLUSTER,
+    "Expect(gather, 8 * (all_survivors + wanted - own));",
+    "Expect(gather, 8 * (all_survivors + wanted - own + 1));",
+    LEVELS + CLUSTERS,
+    timeout=45,
+    why="a hang: red when the runner's patience ends",
+)
+_mutation(
+    "others_not_awaited_to_start_and_one_held_up",
+    CLUSTER,
+    "if (!started) cluster.barrier_wait();",
+    "",
+    LEVELS + CLUSTERS,
+    more=(
+        (
+            CLUSTER,
+            "  __device__ void Prepare(const Cta& cta) const {\n",
+            "  __device__ void Prepare(const Cta& cta) const {\n"
+            + _delayed("mine == 1", 400000),
+        ),
+    ),
+    timeout=45,
+    why="numbers are sent to a mailbox that is not there yet: a hang",
+)
+_mutation(
+    "cluster_beyond_what_the_device_grants",
+    PLAN,
+    "2 * cluster <= largest_cluster &&",
+    "2 * cluster <= 2 * kMaxClusterSize &&",
+    "test_plan.py::test_every_problem_gets_a_plan_that_fits",
+    where="cpu",
+)
+_mutation(
+    "cluster_whose_ties_have_no_room",
+    PLAN,
+    "const bool has_clusters = largest_cluster > 0 && plan.capacity >= 2 * k;",
+    "const bool has_clusters = largest_cluster > 0;",
+    "test_plan.py::test_a_device_without_room_for_ties_gets_no_clusters",
+    where="cpu",
 )
 
 # Order, windows, padding: shared by CPU and CUDA -------------------------------------
@@ -486,11 +956,12 @@ for _where, _name in (("cpu", "cpu"), ("gpu", "row")):
     )
 
 _mutation(
-    "minus_zero_merged_with_zero_in_16_bit_vectors",
+    "minus_zero_merged_with_zero_in_16_bit_words",
     SELECT,
-    "return word ^ (negative | 0x80008000u);",
-    "return (word & 0xFFFFu) == 0x8000u ? (word ^ (negative | 0x80008000u)) + 1\n"
-    "                                         : word ^ (negative | 0x80008000u);",
+    "      return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;",
+    "      const uint32_t word =\n"
+    "          e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;\n"
+    "      return word == 0x80000000u ? 0 : word;",
     "test_geometry.py::test_every_16_bit_distribution_is_exact_under_a_bent_geometry"
     "[row-(0,1,1,1,0)-bfloat16]",
 )
@@ -503,6 +974,13 @@ _mutation(
     "  JAX_TOPK_RETURN_IF_ERROR(PrepareSplitTopK(shared_memory_bytes));\n",
     "",
     "test_windows.py::test_windows_of_long_rows_that_are_shared[split]",
+)
+_mutation(
+    "function_attribute_of_clusters_never_set",
+    HANDLERS,
+    "    JAX_TOPK_RETURN_IF_ERROR(PrepareClusterTopK(shared_memory_bytes));\n",
+    "",
+    LEVELS + CLUSTERS,
 )
 _mutation(
     "function_attribute_once_per_process",
@@ -688,6 +1166,14 @@ _mutation(
     "",
     "test_paged_top_k.py::test_every_distribution_is_exact_in_pages_of_any_size"
     "[row-True-64]",
+)
+_mutation(
+    "columns_of_a_list_in_place_of_slots",
+    SELECT,
+    "*column = static_cast<uint32_t>(RowIndex(params, row, *column));",
+    "(void)column;",
+    "test_paged_top_k.py::test_every_distribution_is_exact_in_pages_of_any_size"
+    "[row-False-64]",
 )
 _mutation(
     "slots_of_columns_that_are_not_written_yet",
@@ -982,3 +1468,23 @@ for _which, _name in (
         more=((ROW_STATE, RELEASE_BARRIER, _delayed(_which, 30000) + RELEASE_BARRIER),),
         expect="green",
     )
+_mutation(
+    "warps_without_a_column_take_part",
+    SELECT,
+    "    if (!busy) return;\n",
+    "",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+    TINY + "[row-(0,0,0,1,1)]",
+    LEVELS + RESIDENT,
+    expect="green",
+)
+_mutation(
+    "strict_filters_never",
+    SELECT,
+    "  const uint32_t floor = strict ? cut.key : cut.key - 1;",
+    "  const uint32_t floor = cut.key - 1;",
+    BENT + "[row-(0,700,16384,0,1)-unsorted]",
+    LEVELS + LISTED,
+    expect="green",
+    why="plateaus overflow and are selected exactly",
+)
