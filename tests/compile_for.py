@@ -179,7 +179,8 @@ def main():
         check_sharded(name)
         check_paged(name)
         check_sharded_columns(name)
-        print(f"{name}: {len(got)} programs, {got.count('split')} with split")
+        counts = {one: got.count(one) for one in sorted(set(got))}
+        print(f"{name}: {len(got)} programs, {counts}")
     print("compiled for every GPU")
 
 

@@ -40,6 +40,10 @@ def pytest_runtest_setup(item):
         pytest.fail(f"JAX_TOPK_REQUIRE_GPU=1, but {reason}", pytrace=False)
     if reason:
         pytest.skip(f"needs an NVIDIA GPU: {reason}")
+    marks = item.iter_markers("gpu")
+    needed = max(mark.kwargs.get("capability", 80) for mark in marks)
+    if implementations.capability() < needed:
+        pytest.skip(f"needs compute capability {needed / 10}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import inputs
 import ml_dtypes
 import numpy as np
-from implementations import PLANNED, Implementation, why_no_gpu
+from implementations import PLANNED, Implementation, capability, why_no_gpu
 
 DTYPES = [np.float32, np.float32, ml_dtypes.bfloat16, np.float16]
 INT32 = np.iinfo(np.int32)
@@ -41,6 +41,7 @@ SHAPES = {
         (512, 2051, 705),
         (64, 20011, 512),
         (40, 20011, 4096),
+        (300, 8191, 512),
         (3, 400009, 2048),
         (512, 90, 100),
     ],
@@ -53,6 +54,13 @@ GEOMETRIES = {
         (5, 1, 16, 10, 0),
         (8, 1024, 256, 0, 0),
         (64, 1, 33, 0, 0),
+    ],
+    "cluster": [
+        PLANNED,
+        (2, 1, 16, 6, 0),
+        (4, 0, 0, 16, 0),
+        (8, 1024, 256, 0, 0),
+        (16, 1, 4, 32, 0),
     ],
 }
 
@@ -101,7 +109,9 @@ def case(seed, platform):
     shapes = SHAPES[platform]
     rows, n, k = shapes[rng.integers(len(shapes))]
     dtype = DTYPES[rng.integers(len(DTYPES))]
-    names = ["cpu", "cpu", "xla"] if platform == "cpu" else ["row", "split"]
+    names = ["cpu", "cpu", "xla"]
+    if platform == "cuda":
+        names = [name for name in GEOMETRIES if name != "cluster" or capability() >= 90]
     name = names[rng.integers(len(names))]
     geometry = PLANNED
     if platform == "cuda":

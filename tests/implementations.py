@@ -14,6 +14,7 @@ import jax_topk
 from jax_topk import _ffi, _top_k
 
 PLANNED = (0, 0, 0, 0, 0)  # every number of the geometry left to the planner
+KERNELS = ("row", "split", "cluster")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Implementation:
     def device(self):
         return jax.devices(self.platform)[0]
 
+    @property
+    def mark(self):
+        """What a test of it needs, as a mark."""
+        return pytest.mark.gpu(capability=90 if self.name == "cluster" else 80)
+
     def skip_without_room(self, gibibytes):
         """Skips the test unless so much memory is free where the scores will be."""
         if self.platform == "cuda":
@@ -48,7 +54,7 @@ class Implementation:
 
     def __str__(self):
         planned = "planned" if self.name is None else self.name
-        native = {"xla": "cpu", "cpu": "cpu", "row": "cuda", "split": "cuda"}
+        native = {"xla": "cpu", "cpu": "cpu"} | dict.fromkeys(KERNELS, "cuda")
         suffix = "" if native.get(planned) == self.platform else f"-on-{self.platform}"
         bent = "" if self.geometry == PLANNED else f"-{self.geometry}".replace(" ", "")
         return planned + suffix + bent + ("-paged" if self.paged else "")
@@ -94,15 +100,21 @@ def _jitted(name, geometry, paged, k, sorted):
 def parameters(found):
     """For a fixture: those on CUDA need a GPU."""
     return [
-        pytest.param(
-            one, id=str(one), marks=pytest.mark.gpu if one.platform == "cuda" else ()
-        )
+        pytest.param(one, id=str(one), marks=one.mark if one.platform == "cuda" else ())
         for one in found
     ]
 
 
+def kernels(*names):
+    """For a parameter: names of kernels, all of them unless some are given."""
+    return [
+        pytest.param(name, marks=Implementation(name, "cuda").mark)
+        for name in names or KERNELS
+    ]
+
+
 ON_CPU = (Implementation("xla", "cpu"), Implementation("cpu", "cpu"))
-ON_GPU = (Implementation("row", "cuda"), Implementation("split", "cuda"))
+ON_GPU = tuple(Implementation(name, "cuda") for name in KERNELS)
 
 # The same by way of a page table.
 PAGED_ON_CPU = (Implementation("cpu", "cpu", paged=True),)
@@ -123,6 +135,12 @@ def why_no_gpu():
     except RuntimeError:
         return "JAX sees no NVIDIA GPU"
     return ""
+
+
+@functools.cache
+def capability():
+    """The compute capability of the first GPU, 90 for 9.0."""
+    return int(jax.devices("cuda")[0].compute_capability.replace(".", ""))
 
 
 def as_float32(bits):

@@ -41,7 +41,11 @@ def main():
         (implementations.Implementation("split", "cuda", (4, 256, 0, 0, 0)), 1000),
         (implementations.Implementation("split", "cuda"), 400_009),
         (implementations.Implementation("row", "cuda"), 20_011),
+        (implementations.Implementation("cluster", "cuda", (4, 256, 0, 0, 0)), 1000),
+        (implementations.Implementation("cluster", "cuda"), 131_072),
     ):
+        if bent.name == "cluster" and implementations.capability() < 90:
+            continue
         for ragged in (False, True):
             scores = np.arange(3 * n, dtype=np.float32).reshape(3, n)
             lengths = np.array([n, 3, n - 1], np.int32) if ragged else None

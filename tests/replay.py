@@ -68,7 +68,11 @@ def main():
         implementations.Implementation("split", "cuda", (3, 1, 16, 6, 0)),
         implementations.Implementation("split", "cuda"),
         implementations.Implementation("row", "cuda"),
+        implementations.Implementation("cluster", "cuda", (4, 1, 16, 8, 0)),
+        implementations.Implementation("cluster", "cuda"),
     ):
+        if bent.name == "cluster" and implementations.capability() < 90:
+            continue
         n = 1000 if any(bent.geometry) else 70_001
         for ragged in (False, True):
             kept = replay(bent, 5, n, 48, ragged, sorted=not ragged)

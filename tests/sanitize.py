@@ -33,7 +33,7 @@ def answer():
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from implementations import Implementation
+    from implementations import Implementation, capability
 
     n, k, rows = 700, 40, 6
     names = ["normal", "all_equal", "plateau", "two_plateaus", "winners_last"]
@@ -46,7 +46,11 @@ def answer():
         ("row", (0, 0, 0, 3, 1), True),
         ("split", (4, 1, 16, 8, 0), False),
         ("split", (3, 256, 0, 0, 0), True),
+        ("cluster", (4, 1, 16, 8, 0), False),
+        ("cluster", (2, 256, 0, 4, 0), True),
     ):
+        if name == "cluster" and capability() < 90:
+            continue
         for dtype in (np.float32, jnp.bfloat16):
             for sorted in (True, False):
                 bent = Implementation(name, "cuda", geometry, paged)

@@ -8,11 +8,11 @@ import numpy as np
 import oracle
 import pytest
 import raw_calls
-from implementations import Implementation
+from implementations import Implementation, kernels, parameters
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = pytest.mark.parametrize("name", ["row", "split"])
+KERNELS = pytest.mark.parametrize("name", kernels())
 
 
 def test_more_than_2_to_31_answers():
@@ -72,11 +72,17 @@ def test_ties_beyond_the_24_bits_of_a_float(name):
         Implementation(name, "cuda").check(scores, k, sorted=sorted)
 
 
-@pytest.mark.parametrize(
-    "geometry", [(0, 1, 16, 1, 2), (0, 0, 0, 1, 1)], ids=["overflowing", "whole"]
-)
+ONE_AFTER_THE_OTHER = [
+    Implementation("row", "cuda", (0, 1, 16, 1, 2)),
+    Implementation("row", "cuda", (0, 0, 0, 1, 1)),
+    Implementation("cluster", "cuda", (2, 1, 16, 2, 0)),
+    Implementation("cluster", "cuda", (8, 256, 64, 16, 0)),
+]
+
+
+@pytest.mark.parametrize("bent", parameters(ONE_AFTER_THE_OTHER))
 @pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
-def test_one_cta_goes_through_thousands_of_rows(geometry, sorted):
+def test_one_cta_or_cluster_goes_through_thousands_of_rows(bent, sorted):
     """Whatever a row leaves in shared memory meets the next row of another kind."""
     n, k = 900, 100
     names = ["normal", "all_equal", "plateau", "random_bits", "winners_last"]
@@ -84,7 +90,6 @@ def test_one_cta_goes_through_thousands_of_rows(geometry, sorted):
     rng = inputs.generator("one cta")
     which = rng.integers(0, len(labels), 3000)
     lengths = rng.choice([n, n, 1, k, k + 1, 0, 300], 3000).astype(np.int32)
-    bent = Implementation("row", "cuda", geometry)
     bent.check(scores[which], k, lengths, sorted=sorted)
 
 

@@ -18,6 +18,8 @@ N, K, ROWS = 1200, 32, 6
 SPLIT = Implementation("split", "cuda", (6, 200, 0, 0, 0))
 OVERFLOWING = Implementation("split", "cuda", (8, 1, 16, 24, 0))
 ROW = Implementation("row", "cuda", (0, 1, 16, 3, 2))
+CLUSTER = Implementation("cluster", "cuda", (4, 200, 64, 12, 0))
+HAS_CLUSTERS = pytest.mark.gpu(capability=90)
 
 
 @functools.cache
@@ -56,6 +58,14 @@ def test_two_calls_side_by_side_in_ten_thousand_steps():
         check_all(program(*operands), given)
 
 
+@HAS_CLUSTERS
+def test_clusters_beside_other_calls_in_two_thousand_steps():
+    given = batches(1000)
+    operands = jax.device_put(given[:2], CLUSTER.device)
+    for program in (scanned(CLUSTER, SPLIT), scanned(CLUSTER, CLUSTER)):
+        check_all(program(*operands), given)
+
+
 def test_threads_that_share_an_executable_and_threads_with_their_own():
     given = batches(500)
     shared = scanned(SPLIT)
@@ -72,14 +82,21 @@ def test_threads_that_share_an_executable_and_threads_with_their_own():
 
 
 @pytest.mark.parametrize("per_sm", [1, 2], ids=["half-the-threads", "every-thread"])
-def test_while_another_stream_holds_the_sms(per_sm):
+@pytest.mark.parametrize(
+    ("name", "bent"),
+    [
+        pytest.param("split", (SPLIT, OVERFLOWING), id="split"),
+        pytest.param("cluster", (CLUSTER, SPLIT), id="cluster", marks=HAS_CLUSTERS),
+    ],
+)
+def test_while_another_stream_holds_the_sms(name, bent, per_sm):
     """Whoever spins on a CTA that is not resident would hang here."""
     given = batches(200)
-    long = Implementation("split", "cuda")  # as many CTAs as there are SMs
+    long = Implementation(name, "cuda")  # as many CTAs as there are SMs, or can be
     rng = inputs.generator("long")
     wide = rng.integers(-99_999, 99_999, (2, 400_009)).astype(np.float32)
     want = oracle.top_k(wide, K)
-    program = scanned(SPLIT, OVERFLOWING)
+    program = scanned(*bent)
     operands = jax.device_put(given[:2], SPLIT.device)
     check_all(program(*operands), given)  # compiled before the SMs are taken
     long.check(wide, K, expected=want)

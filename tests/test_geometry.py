@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from devices import plan
-from implementations import Implementation
+from implementations import Implementation, parameters
 
 N, K = 5003, 300
 # CTAs a row, capacity, samples, grid, CTAs an SM.
@@ -30,12 +30,19 @@ GEOMETRIES = [
     ("split", (7, 1024, 64, 21, 0)),
     ("split", (16, 700, 16384, 0, 0)),
     ("split", (64, 1, 33, 0, 0)),
+    # With a grid of few clusters each of these goes through many rows.
+    ("cluster", (2, 0, 0, 0, 0)),
+    ("cluster", (4, 1, 16, 8, 0)),
+    ("cluster", (8, 256, 64, 0, 0)),
+    ("cluster", (16, 1, 4, 0, 0)),
+    ("cluster", (8, 700, 16384, 16, 0)),
+    ("cluster", (1, 1, 1, 2, 0)),
 ]
 BENT = [
     pytest.param(
         Implementation(name, "cuda", geometry),
         id=str(Implementation(name, "cuda", geometry)),
-        marks=pytest.mark.gpu,
+        marks=Implementation(name, "cuda").mark,
     )
     for name, geometry in GEOMETRIES
 ]
@@ -46,8 +53,9 @@ def test_the_planner_keeps_to_a_geometry_given_by_hand(name, geometry):
     made = plan("H200", 50, N, K, implementation=name, geometry=geometry)
     ctas, capacity, samples, grid, _ = geometry
     assert made.ctas_per_row == max(ctas, 1)
-    assert made.capacity == max(capacity, 512) if capacity else made.capacity > N
-    assert made.num_samples <= samples or not samples
+    least = 2 * K if name == "cluster" else 512
+    assert made.capacity == max(capacity, least) if capacity else made.capacity > N
+    assert made.num_samples <= max(samples, 4) or not samples
     assert made.grid == grid or not grid
 
 
@@ -60,12 +68,15 @@ def ragged_batches(dtype):
     none = np.zeros(rows, np.int32)
     short = np.resize([0, 1, K - 1, K, K + 1, -1, 7], rows)
     alternating = np.where(np.arange(rows) % 2, short, N).astype(np.int32)
+    # From rows that stay with one CTA to rows for which all are wanted.
+    shared = np.resize([N, 17, 601, 650, 0, 1033, N - 1, 299, 3000, 700, 2], rows)
     ragged = rng.integers(0, N, rows).astype(np.int32)
     windows = [
         (np.full(rows, N, np.int32), none),
         (ragged, rng.integers(0, N // 2, rows).astype(np.int32)),
         (alternating, none),
         (np.roll(alternating, 1), none + 5),
+        (shared.astype(np.int32), np.resize([0, 1, 6, 0, 3], rows).astype(np.int32)),
     ]
     expected = [
         [oracle.top_k(scores, K, *window, sorted=s) for window in windows]
@@ -92,16 +103,20 @@ def test_every_16_bit_distribution_is_exact_under_a_bent_geometry(bent, dtype):
     check_all(bent, dtype, False)
 
 
-@pytest.mark.parametrize(
-    ("name", "geometry"),
-    [("row", (0, 1, 1, 1, 0)), ("row", (0, 0, 0, 2, 2)), ("split", (5, 1, 1, 10, 0))],
-)
+LARGEST = [
+    Implementation("row", "cuda", (0, 1, 1, 1, 0)),
+    Implementation("row", "cuda", (0, 0, 0, 2, 2)),
+    Implementation("split", "cuda", (5, 1, 1, 10, 0)),
+    Implementation("cluster", "cuda", (4, 1, 1, 8, 0)),
+    Implementation("cluster", "cuda", (16, 0, 0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("bent", parameters(LARGEST))
 @pytest.mark.parametrize("sorted", [True, False], ids=["sorted", "unsorted"])
-@pytest.mark.gpu
-def test_the_largest_native_k_under_a_bent_geometry(name, geometry, sorted):
+def test_the_largest_native_k_under_a_bent_geometry(bent, sorted):
     n, k = 20_011, 4096
     labels, scores = inputs.batch(n, k, np.float32)
-    bent = Implementation(name, "cuda", geometry)
     bent.check(scores, k, sorted=sorted, labels=labels)
 
 

@@ -11,7 +11,7 @@ import pytest
 import jax_topk
 from jax_topk import _ffi
 
-CUDA_TARGETS = {"jax_topk_row_v1": "row", "jax_topk_split_v1": "split"}
+CUDA_TARGETS = {f"jax_topk_{name}_v1": name for name in ("row", "split", "cluster")}
 
 
 def lowered(
@@ -73,6 +73,11 @@ def test_a_name_decides_the_target(name):
     text = lowered("cuda", (4, 5000), 100, implementation=name)
     (target,) = custom_calls(text)
     assert CUDA_TARGETS[target] == name
+
+
+def test_clusters_are_refused_where_the_device_is_not_known():
+    with pytest.raises(ValueError, match="clusters need compute capability 90"):
+        lowered("cuda", (4, 5000), 100, implementation="cluster")
 
 
 def test_the_workspace_of_the_split_kernel_is_a_third_result():
@@ -148,7 +153,9 @@ def test_targets_are_published():
         "jax_topk_cpu_v1",
         "jax_topk_row_v1",
         "jax_topk_split_v1",
+        "jax_topk_cluster_v1",
         "jax_topk_paged_cpu_v1",
         "jax_topk_paged_row_v1",
         "jax_topk_paged_split_v1",
+        "jax_topk_paged_cluster_v1",
     )

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import raw_calls
+from implementations import Implementation, kernels
 
 from jax_topk import _ffi
 
@@ -19,15 +20,19 @@ TARGETS = {
     "cpu": "jax_topk_cpu_v1",
     "row": "jax_topk_row_v1",
     "split": "jax_topk_split_v1",
+    "cluster": "jax_topk_cluster_v1",
     "paged_cpu": "jax_topk_paged_cpu_v1",
     "paged_row": "jax_topk_paged_row_v1",
     "paged_split": "jax_topk_paged_split_v1",
+    "paged_cluster": "jax_topk_paged_cluster_v1",
 }
 
 
 def _parameters(names):
     return [
-        pytest.param(name, marks=() if name.endswith("cpu") else pytest.mark.gpu)
+        pytest.param(name)
+        if name.endswith("cpu")
+        else pytest.param(name, marks=Implementation(name.split("_")[-1], "cuda").mark)
         for name in names
     ]
 
@@ -282,8 +287,7 @@ def test_a_paged_call_that_does_not_fit_is_an_error(name, misuse):
     assert not missing, f"{missing} not in: {message}"
 
 
-@pytest.mark.parametrize("name", ["row", "split"])
-@pytest.mark.gpu
+@pytest.mark.parametrize("name", kernels())
 def test_a_geometry_of_another_size_is_an_error(name):
     for count in (0, 4, 6):
         call = Call(name)
@@ -308,8 +312,7 @@ def test_a_workspace_that_does_not_fit_is_an_error():
         assert not missing, f"{missing} not in: {message}"
 
 
-@pytest.mark.parametrize("name", ["row", "split"])
-@pytest.mark.gpu
+@pytest.mark.parametrize("name", kernels())
 def test_a_plan_that_no_device_can_run_is_an_error(name):
     k = _ffi.MAX_K + 1
     call = Call(name)

@@ -158,8 +158,7 @@ def test_offsets_are_the_first_slot_of_each_sequence(implementation):
 
 
 @pytest.mark.parametrize("geometry", [(4, 0, 0, 0, 0), (5, 1, 16, 10, 0)], ids=str)
-@pytest.mark.parametrize("name", ["row", "split"])
-@pytest.mark.gpu
+@pytest.mark.parametrize("name", implementations.kernels())
 def test_pages_under_a_bent_geometry(name, geometry):
     bent = implementations.Implementation(name, "cuda", geometry)
     n, k, page_size = 40_009, 300, 48

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from implementations import Implementation
+from implementations import Implementation, parameters
 
 
 def test_every_width_up_to_64_in_one_program(implementation):
@@ -150,13 +150,14 @@ def test_64_bit_scores_take_the_reference(other_implementation, dtype):
 # More than 2**31 of anything. Without 12 GiB to spare the CPU is left out.
 
 LARGE = [
-    pytest.param(Implementation("cpu", "cpu")),
-    pytest.param(Implementation("row", "cuda"), marks=pytest.mark.gpu),
-    pytest.param(Implementation("split", "cuda"), marks=pytest.mark.gpu),
+    Implementation("cpu", "cpu"),
+    Implementation("row", "cuda"),
+    Implementation("split", "cuda"),
+    Implementation("cluster", "cuda"),
 ]
 
 
-@pytest.mark.parametrize("implementation", LARGE, ids=str)
+@pytest.mark.parametrize("implementation", parameters(LARGE))
 def test_more_than_2_to_31_scores(implementation):
     rows, n, k = 33_001, 65_537, 64
     implementation.skip_without_room(12)
@@ -180,7 +181,7 @@ def test_more_than_2_to_31_scores(implementation):
         scores.delete()
 
 
-@pytest.mark.parametrize("implementation", LARGE, ids=str)
+@pytest.mark.parametrize("implementation", parameters(LARGE))
 def test_the_widest_row_there_is(implementation):
     n, k = 2**31 - 1, 64
     implementation.skip_without_room(12)
