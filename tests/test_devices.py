@@ -22,7 +22,7 @@ import oracle
 import pytest
 import raw_calls
 from devices import DEVICES, plan
-from implementations import Implementation
+from implementations import Implementation, capability, kernels
 from test_plan import native_ks, rows, scale, widths
 
 from jax_topk import _ffi, _plan
@@ -34,7 +34,7 @@ SMALL = ["GB10", "L4", "RTX 4090", "L20", "least that the kernels accept"]
 
 def geometry_of(made):
     """A plan as a geometry given by hand."""
-    ctas = made.ctas_per_row if made.implementation == "split" else 0
+    ctas = 0 if made.implementation == "row" else made.ctas_per_row
     return (ctas, made.capacity, made.num_samples, made.grid, made.ctas_per_sm)
 
 
@@ -44,9 +44,11 @@ def geometry_of(made):
 @hypothesis.given(st.sampled_from(SMALL), rows, widths, native_ks)
 def test_a_plan_for_a_small_device_fits_there(device, rows, n, k):
     _, _, granted = DEVICES[device]
-    for name in ("", "row", "split"):
+    for name in ("", "row", "split", "cluster"):
         made = plan(device, rows, n, k, implementation=name)
         assert made.shared_memory_bytes <= granted, made.reason
+        if made.implementation == "cluster":
+            assert made.ctas_per_row <= 8
 
 
 @hypothesis.given(known_devices, known_devices, rows, widths, native_ks)
@@ -55,10 +57,13 @@ def test_a_plan_of_one_device_given_by_hand_fits_on_any_other(a, b, rows, n, k):
     other = plan(
         b, rows, n, k, implementation=made.implementation, geometry=geometry_of(made)
     )
-    _, _, granted = DEVICES[b]
+    capability, _, granted = DEVICES[b]
+    if made.implementation == "cluster" and capability < 90:
+        assert other.implementation == "" and "clusters" in other.reason
+        return
     assert other.implementation == made.implementation
     assert other.shared_memory_bytes <= granted
-    assert k <= other.capacity <= made.capacity
+    assert k <= other.capacity <= max(made.capacity, 2 * k)
     assert other.grid <= made.grid
 
 
@@ -178,6 +183,8 @@ def test_plans_of_small_devices_are_exact_at_every_width(device, k):
         want = oracle.top_k(scores, k, sorted=False)
         for count in (1, 3):
             made = plan(device, count, n, k)
+            if made.implementation == "cluster" and capability() < 90:
+                continue
             bent = Implementation(made.implementation, "cuda", geometry_of(made))
             bent.check(
                 scores[:count],
@@ -188,14 +195,13 @@ def test_plans_of_small_devices_are_exact_at_every_width(device, k):
             )
 
 
-@pytest.mark.gpu
-def test_a_plan_for_a_bigger_device_is_cut_down_to_this_one():
+@pytest.mark.parametrize("name", kernels())
+def test_a_plan_for_a_bigger_device_is_cut_down_to_this_one(name):
     rng = inputs.generator("bigger")
     scores = rng.standard_normal((2, 100_003)).astype(np.float32)
-    for name in ("row", "split"):
-        for dtype in (np.float32, jnp.bfloat16):
-            bent = Implementation(name, "cuda", (64, 1 << 20, 1 << 20, 1 << 19, 9))
-            bent.check(scores.astype(dtype), 3000, sorted=False)
+    for dtype in (np.float32, jnp.bfloat16):
+        bent = Implementation(name, "cuda", (64, 1 << 20, 1 << 20, 1 << 19, 9))
+        bent.check(scores.astype(dtype), 3000, sorted=False)
 
 
 @pytest.mark.gpu

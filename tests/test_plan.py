@@ -10,6 +10,7 @@ from jax_topk import _ffi
 
 NATIVE = ("float32", "bfloat16", "float16")
 PORTABLE_SHARED_MEMORY = 48 << 10  # what every CUDA device grants
+KERNELS = ("row", "split", "cluster")
 
 
 hypothesis.settings.register_profile("plan", deadline=None, max_examples=300)
@@ -37,8 +38,8 @@ geometries = st.tuples(
 
 
 def assert_fits(made, device, rows, k, dtype):
-    _, _, granted = DEVICES[device]
-    assert made.implementation in ("row", "split"), made.reason
+    capability, _, granted = DEVICES[device]
+    assert made.implementation in KERNELS, made.reason
     assert 0 < made.shared_memory_bytes <= (granted or PORTABLE_SHARED_MEMORY)
     assert 32 <= made.num_threads <= 1024 and made.num_threads % 32 == 0
     assert made.capacity >= k
@@ -49,6 +50,11 @@ def assert_fits(made, device, rows, k, dtype):
     assert made.reason
     if made.implementation == "row":
         assert made.ctas_per_row == 1 and made.workspace_bytes_per_row == 0
+    elif made.implementation == "cluster":
+        assert capability >= 90 and made.workspace_bytes_per_row == 0
+        assert made.ctas_per_row in (1, 2, 4, 8, 16)[: 5 if granted > 200_000 else 4]
+        assert made.grid % made.ctas_per_row == 0
+        assert made.capacity >= 2 * k  # survivors below k, ties behind them
     else:
         assert made.ctas_per_row >= 1
         assert made.grid % made.ctas_per_row == 0
@@ -65,10 +71,60 @@ def test_every_problem_gets_a_plan_that_fits(device, rows, n, k, dtype):
 @hypothesis.given(
     devices, rows, widths, native_ks, dtypes, st.sampled_from(["row", "split"])
 )
-def test_either_kernel_can_be_asked_for_anywhere(device, rows, n, k, dtype, name):
+def test_row_and_split_can_be_asked_for_anywhere(device, rows, n, k, dtype, name):
     made = plan(device, rows, n, k, dtype, implementation=name)
     assert made.implementation == name
     assert_fits(made, device, rows, k, dtype)
+
+
+@hypothesis.given(devices, rows, widths, native_ks, dtypes, geometries)
+def test_clusters_can_be_asked_for_where_the_device_has_them(
+    device, rows, n, k, dtype, geometry
+):
+    for given in ((), geometry):
+        made = plan(device, rows, n, k, dtype, implementation="cluster", geometry=given)
+        capability = DEVICES[device][0] or 80  # unknown: the least
+        if capability >= 90:
+            assert made.implementation == "cluster" and made.reason
+            assert_fits(made, device, rows, k, dtype)
+        else:
+            assert made.implementation == ""
+            words = "clusters need compute capability 90 and the device has"
+            assert f"{words} {capability}" in made.reason
+
+
+@hypothesis.given(rows, widths, native_ks, st.integers(1, 200))
+def test_a_device_without_room_for_ties_gets_no_clusters(rows, n, k, sms):
+    """48 KiB, which no such device grants."""
+    device = (90, sms, PORTABLE_SHARED_MEMORY)
+    made = plan(device, rows, n, k, implementation="cluster")
+    assert made.implementation == ("cluster" if made.capacity >= 2 * k else "")
+    if not made.implementation:
+        assert f"needs {2 * k} slots of shared memory for k = {k}" in made.reason
+        assert plan(device, rows, n, k).implementation in ("row", "split")
+
+
+@hypothesis.given(rows, widths, native_ks, st.integers(1, 200))
+def test_a_cluster_shares_a_row_only_if_its_ctas_would_idle(rows, n, k, sms):
+    for shared, largest in ((232448, 16), (101376, 8)):
+        for name in ("", "cluster"):
+            made = plan((120, sms, shared), rows, n, k, implementation=name)
+            ctas = made.ctas_per_row
+            if made.implementation != "cluster" or ctas == 1:
+                continue
+            assert ctas <= largest and ctas & (ctas - 1) == 0
+            # More than two find room side by side on half of the SMs only.
+            assert rows * ctas <= (sms if ctas == 2 else sms // 2)
+            assert made.grid == rows * ctas
+            assert ctas * 4096 <= n  # each has something to read
+
+
+@pytest.mark.parametrize(("geometry", "ctas"), [(1, 1), (3, 2), (15, 8), (200, 16)])
+def test_a_cluster_is_the_power_of_two_below_what_was_given(geometry, ctas):
+    for device, largest in (("H200", 16), ("B200", 16), ("GB10", 8)):
+        bent = [geometry, 0, 0, 0, 0]
+        made = plan(device, 9, 5003, 64, implementation="cluster", geometry=bent)
+        assert made.ctas_per_row == min(ctas, largest) and made.min_chunk == 1
 
 
 @hypothesis.given(devices, rows, widths, native_ks, dtypes, geometries)
@@ -108,11 +164,19 @@ def test_every_width_up_to_two_million_on_every_device(device, n):
 
 
 def test_few_long_rows_are_shared_and_many_rows_are_not():
-    assert plan("H200", 1, 1 << 20, 2048).implementation == "split"
-    assert plan("H200", 1, 1 << 20, 2048).ctas_per_row > 1
-    assert plan("H200", 8, 131_072, 2048).implementation == "split"
-    assert plan("H200", 4096, 131_072, 2048).implementation == "row"
-    assert plan("H200", 1, 4096, 512).implementation == "row"
+    for device, rows, n, want in (
+        ("H200", 1, 1 << 20, "split"),  # more CTAs than a cluster has
+        ("H200", 1, 131_072, "cluster"),
+        ("H200", 8, 131_072, "cluster"),
+        ("A100", 8, 131_072, "split"),  # has no clusters
+        ("unknown", 8, 131_072, "split"),  # may have none
+        ("H200", 4096, 131_072, "row"),
+        ("H200", 1, 4096, "row"),
+        ("H200", 1, 16_384, "row"),
+    ):
+        made = plan(device, rows, n, 2048)
+        assert made.implementation == want
+        assert (made.ctas_per_row > 1) == (want != "row")
 
 
 @hypothesis.given(devices, rows, widths, scale(1 << 31), dtypes)
@@ -167,13 +231,13 @@ def test_a_device_too_small_for_the_kernels_gets_the_reference(facts, words):
     made = plan(facts, 8, 131_072, 2048)
     assert made.implementation == "xla"
     assert all(word in made.reason for word in words), made.reason
-    for name in ("row", "split"):
+    for name in KERNELS:
         made = plan(facts, 8, 131_072, 2048, implementation=name)
         assert made.implementation == ""
         assert all(word in made.reason for word in words), made.reason
 
 
-@pytest.mark.parametrize("name", ["row", "split"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_what_was_asked_for_and_cannot_run_is_refused_with_the_number(name):
     made = plan("H200", 8, 9000, 4097, implementation=name)
     assert made.implementation == ""
@@ -219,4 +283,4 @@ def test_a_wrong_name_or_geometry_is_an_error():
         plan("H200", 8, 9000, 64, implementation="fast")
     with pytest.raises(ValueError, match="5 numbers"):
         plan("H200", 8, 9000, 64, geometry=[1, 2])
-    assert _ffi.IMPLEMENTATIONS == ("xla", "cpu", "row", "split")
+    assert _ffi.IMPLEMENTATIONS == ("xla", "cpu", *KERNELS)
