@@ -49,9 +49,9 @@ def from_bits(rng, shape, dtype):
     )
 
 
-# Where the native implementations look for their sample: one column from each of
-# `num_samples` equal parts of a row, or four neighbours from each of a quarter as many,
-# at a place that a hash of the part's number gives.
+# Where the native implementations look for their sample: at four neighbours from each
+# of num_samples / 4 equal parts of a row, at a place that a hash of the part's number
+# gives.
 # Copied from the sources, since nothing else can mislead a sample; a test makes sure
 # that the copies have not fallen behind.
 
@@ -61,8 +61,11 @@ SAMPLERS_IN_THE_SOURCES = {
         "(i * span + kRun * (within * span >> 32)) >> log2",
     ),
     "select.cuh": (
-        "jitter = (i * 2654435761u) >> 16;",
-        "(i * size + (jitter * size >> 16)) >> log_samples",
+        "i = j * kThreads + threadIdx.x; if (i < sample->groups)",
+        "jitter = i * 2654435761u;",
+        "shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;",
+        "place = __umulhi(fraction, vectors.num_whole);",
+        "first = vectors.data + vectors.first_whole * Sampling::kGroup;",
     ),
 }
 
@@ -78,10 +81,14 @@ def columns_that_cpu_samples(length, num_samples):
 
 
 def columns_that_cuda_samples(length, num_samples):
-    i = np.arange(num_samples, dtype=np.uint64)
-    place = (i * np.uint64(2654435761) & np.uint64(2**32 - 1)) >> np.uint64(16)
-    place = place * np.uint64(length) >> np.uint64(16)
-    return (i * np.uint64(length) + place) // np.uint64(num_samples)
+    """Those of a row that begins at a vector, as all do whose length divides by 8."""
+    group, shift = 4, (num_samples // 4).bit_length() - 1
+    i = np.arange(1 << shift, dtype=np.uint64)
+    jitter = i * np.uint64(2654435761) & np.uint64(2**32 - 1)
+    fraction = i << np.uint64(32 - shift) | jitter >> np.uint64(shift)
+    place = fraction * np.uint64(length // group) >> np.uint64(32)
+    first = np.uint64(group) * place
+    return (first[:, None] + np.arange(group, dtype=np.uint64)).ravel()
 
 
 def against_the_sample(n, num_samples):
@@ -100,7 +107,7 @@ def against_the_sample(n, num_samples):
         step[late] = np.nextafter(np.float32(1), np.float32(2))
         for base in (ordinary, step):
             high, low = base.copy(), base.copy()
-            high[columns[::2]] += 100
+            high[columns[:: max(num_samples // 1000, 1)]] += 100  # fewer than k
             low[columns] -= 100
             rows += [high, low]
             labels += [f"{sampler.__name__} {num_samples} {h}" for h in ("high", "low")]
@@ -126,6 +133,11 @@ def _nans(rng, shape, dtype):
     payload = rng.integers(1, 1 << _mantissa_bits(dtype), shape)
     sign = rng.integers(0, 2, shape) << (8 * dtype.itemsize - 1)
     return (payload | sign | _exponent_mask(dtype)).astype(unsigned).view(dtype)
+
+
+def least_nans(count, dtype):
+    """The NaN below all others: every bit is set."""
+    return np.full(count, -1, f"i{np.dtype(dtype).itemsize}").view(dtype)
 
 
 def _scatter(rng, scores, columns, winners):
@@ -305,6 +317,28 @@ for _count in (-2, -1, 0, 1):
 
 
 @_distribution
+def ties_that_fit(rng, rows, n, k, dtype):
+    """Three quarters of k winners and as many ties, far from filling a list."""
+    count = max(3 * k // 4, 1)
+    scores = -1 - rng.random((rows, n))
+    columns = _random_columns(rng, n, 2 * count)
+    _scatter(rng, scores, columns[count:], 0.75)
+    return _scatter(rng, scores, columns[:count], 1 + rng.random(len(columns[:count])))
+
+
+@_distribution
+def kth_in_a_crowd_of_neighbours(rng, rows, n, k, dtype):
+    """The k-th of all is the 20th of 100 that differ in their lowest bits only."""
+    scores = (-5 - 4 * rng.random((rows, n))).astype(dtype)
+    columns = _random_columns(rng, n, k - min(20, k) + 100)
+    bits = int(np.array(1.5, dtype).view(_unsigned(dtype)))
+    crowd = (bits + rng.integers(0, 40, min(100, n))).astype(_unsigned(dtype))
+    _scatter(rng, scores, columns[:100], crowd.view(dtype)[: len(columns[:100])])
+    winners = (10 + 90 * rng.random(len(columns[100:]))).astype(dtype)
+    return _scatter(rng, scores, columns[100:], winners)
+
+
+@_distribution
 def late_plateau(rng, rows, n, k, dtype):
     """Every tie sits in the last tenth of the row, above all the rest."""
     scores = rng.standard_normal((rows, n)) - 10
@@ -467,6 +501,42 @@ def negative_nans(rng, rows, n, k, dtype):
 
 
 @_distribution
+def few_of_each_special_value(rng, rows, n, k, dtype):
+    """Ordinary scores; here and there an infinity or a NaN, of both signs."""
+    scores = rng.standard_normal((rows, n), np.float32).astype(dtype)
+    values = [np.inf, -np.inf, *_nans(rng, 6, dtype), *least_nans(5, dtype)]
+    values += [ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).min]
+    values = np.array(values, dtype)
+    columns = _random_columns(rng, n, len(values))
+    return _scatter(rng, scores, columns, values[: len(columns)])
+
+
+@_distribution
+def both_infinities(rng, rows, n, k, dtype):
+    scores = rng.standard_normal((rows, n), np.float32)
+    columns = _random_columns(rng, n, max(k // 2, 2))
+    return _scatter(rng, scores, columns, rng.choice([-np.inf, np.inf], len(columns)))
+
+
+@_distribution
+def both_largest(rng, rows, n, k, dtype):
+    """The difference of the largest and the least score is no number any more."""
+    scores = rng.standard_normal((rows, n), np.float32).astype(dtype)
+    ends = np.array([ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).min], dtype)
+    columns = _random_columns(rng, n, 4)
+    return _scatter(rng, scores, columns, np.resize(ends, len(columns)))
+
+
+@_distribution
+def least_of_all(rng, rows, n, k, dtype):
+    """Too few ordinary scores; the rest are NaNs that come after all others."""
+    scores = np.resize(least_nans(1, dtype), (rows, n))
+    count = max(k - 3, 0)
+    winners = rng.standard_normal(count).astype(dtype)
+    return _scatter(rng, scores, _random_columns(rng, n, count), winners)
+
+
+@_distribution
 def random_bits(rng, rows, n, k, dtype):
     return from_bits(rng, (rows, n), dtype)
 
@@ -476,6 +546,13 @@ def denormals(rng, rows, n, k, dtype):
     bits = rng.integers(0, 1 << _mantissa_bits(dtype), (rows, n))
     sign = rng.integers(0, 2, (rows, n)) << (8 * dtype.itemsize - 1)
     return (bits | sign).astype(_unsigned(dtype)).view(dtype)
+
+
+@_distribution
+def positive_denormals(rng, rows, n, k, dtype):
+    """Between the largest and the least there is less than a reciprocal can tell."""
+    bits = 1 + rng.integers(0, 1 << _mantissa_bits(dtype), (rows, n)) // 8
+    return bits.astype(_unsigned(dtype)).view(dtype)
 
 
 @_distribution

@@ -202,19 +202,32 @@ def test_the_adversaries_know_where_the_sources_sample(name):
 
 
 def test_a_sample_sees_what_the_adversaries_show_it():
-    for sampler, run in (
-        (inputs.columns_that_cpu_samples, 4),
-        (inputs.columns_that_cuda_samples, 1),
-    ):
-        columns = sampler(70_001, 2048).astype(np.int64)
-        part = np.arange(2048 // run + 1) * (70_002 - run) // (2048 // run)
+    n, run = 70_008, 4
+    for sampler in (inputs.columns_that_cpu_samples, inputs.columns_that_cuda_samples):
+        columns = sampler(n, 2048).astype(np.int64)
+        part = np.arange(2048 // run + 1) * n // (2048 // run)
         first = columns[::run]
-        assert (first >= part[:-1]).all() and (first <= part[1:]).all()
-        assert columns.max() < 70_001 and len(np.unique(columns)) > 2020
-    labels, scores = inputs.against_the_sample(70_001, 2048)
+        assert (first > part[:-1] - run).all() and (first <= part[1:]).all()
+        assert columns.max() < n and len(np.unique(columns)) > 2020
+    labels, scores = inputs.against_the_sample(n, 2048)
     high = scores[labels.index("columns_that_cpu_samples 2048 high")]
     low = scores[labels.index("columns_that_cpu_samples 2048 low")]
     assert (high > 50).sum() > 1020 and (low < -50).sum() > 2040
+
+
+@pytest.mark.parametrize(("n", "num_samples"), [(70_008, 2048), (400_008, 8192)])
+def test_the_adversaries_mislead_a_sample_in_either_direction(n, num_samples):
+    """As the kernels draw it: too few columns pass, or more than any list holds."""
+    k, most = 2048, 12_288
+    columns = inputs.columns_that_cuda_samples(n, num_samples).astype(np.int64)
+    mean = k * num_samples / n
+    rank = int(mean + 6 * mean**0.5 + 8)
+    labels, scores = inputs.against_the_sample(n, num_samples)
+    for label, row in zip(labels, scores, strict=True):
+        if "cuda" in label:
+            threshold = np.sort(row[columns])[-rank]
+            passed = (row > threshold).sum(), (row >= threshold).sum()
+            assert passed[1] < k if label.endswith("high") else passed[0] > most
 
 
 def test_distributions_are_what_their_names_say():
@@ -241,6 +254,15 @@ def test_distributions_are_what_their_names_say():
         picked = dict(zip(labels, picked, strict=True))
         assert picked["winners_last"].max() == n - 1
         assert np.ptp(picked["winners_in_one_region"]) == k - 1
+        assert (row["ties_that_fit"] == 0.75).sum() == 3 * k // 4
+        assert (row["kth_in_a_crowd_of_neighbours"] >= 10).sum() == k - 20
+        crowd = row["kth_in_a_crowd_of_neighbours"]
+        assert ((crowd >= 1.5) & (crowd < 10)).sum() == 100
+        bits = oracle.unsigned_bits(scores)
+        least = np.iinfo(bits.dtype).max
+        assert (bits[labels.index("least_of_all")] == least).sum() == n - k + 3
+        special = row["few_of_each_special_value"]
+        assert np.isnan(special).sum() == 11 and np.isinf(special).sum() == 2
         assert picked["last_column"].max() == n - 1
         halves = picked["winners_at_both_ends"]
         assert ((halves < k) | (halves >= n - k)).all()
