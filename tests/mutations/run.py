@@ -4,6 +4,7 @@
     python tests/mutations/run.py --gpu            those that need a GPU
     python tests/mutations/run.py --cpu            those that need none
     python tests/mutations/run.py --only NAME ...
+    python tests/mutations/run.py --gpu --part 1/2   the first, third, ... of them
     python tests/mutations/run.py --list [FILE ...]
                                    the table of docs/testing.md, with what was seen
 
@@ -268,6 +269,7 @@ def main():
     parser.add_argument("--gpu", action="store_true", help="those that need one GPU")
     parser.add_argument("--two-gpus", action="store_true", help="those that need two")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--part", default="1/1", help="1/3 is every third of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="builds")
     parser.add_argument("--test-jobs", type=int, default=3, help="tests at a time")
     parser.add_argument("--timeout", type=int, default=90, help="of the tests of one")
@@ -295,6 +297,8 @@ def main():
         if (mutation.where in wanted or not wanted)
         and (not given.only or mutation.name in given.only)
     ]
+    part, parts = map(int, given.part.split("/"))
+    chosen = chosen[part - 1 :: parts]
     with_cuda = any(mutation.where != "cpu" for mutation in chosen)
     if with_cuda and not given.architecture:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

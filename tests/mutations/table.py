@@ -764,6 +764,7 @@ _mutation(
     CLUSTER,
     " || all_survivors > cta.capacity) {",
     ") {",
+    LEVELS + "[cluster-(4,1,64,8,0)]",
     ONE_CHUNK + "[cluster-(4,1,64,8,0)]",
 )
 _mutation(
@@ -1117,7 +1118,7 @@ _mutation(
     CPU,
     "window.start + length * (chunk + 1) / num_chunks};",
     "window.start + length * (chunk + 1) / num_chunks - 1};",
-    "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row",
+    "test_shapes.py::test_columns_beyond_the_24_bits_of_a_float[cpu]",
     where="cpu",
 )
 _mutation(
