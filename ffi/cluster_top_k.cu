@@ -178,7 +178,7 @@ struct Exchange {
 
 #endif
 
-template <typename Bits>
+template <typename Bits, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, 1)
     ClusterTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
                 uint32_t ctas_per_row, uint32_t min_chunk) {
@@ -211,8 +211,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (!alone && !prepared) exchange.Prepare(cta);
       prepared |= !alone;
     };
-    SelectRow(cta, params, row, entries, cutting.ChunkOf(entries.columns, mine), whole,
-              k, prepare, meet);
+    SelectRow<kMaySort>(cta, params, row, entries,
+                        cutting.ChunkOf(entries.columns, mine), whole, k, prepare,
+                        meet);
     __syncthreads();
   }
 #endif
@@ -221,21 +222,26 @@ __global__ void __launch_bounds__(kThreads, 1)
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         uint32_t);
 
-Kernel KernelFor(ScoreType type) {
-  return type == ScoreType::kF32 ? ClusterTopK<uint32_t> : ClusterTopK<uint16_t>;
+Kernel KernelFor(ScoreType type, bool may_sort) {
+  if (type == ScoreType::kF32) {
+    return may_sort ? ClusterTopK<uint32_t, true> : ClusterTopK<uint32_t, false>;
+  }
+  return may_sort ? ClusterTopK<uint16_t, true> : ClusterTopK<uint16_t, false>;
 }
 
 }  // namespace
 
 cudaError_t PrepareClusterTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
-    const Kernel kernel = KernelFor(type);
-    cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
-    error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
+    for (bool may_sort : {false, true}) {
+      const Kernel kernel = KernelFor(type, may_sort);
+      cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+      if (error != cudaSuccess) return error;
+      error = cudaFuncSetAttribute(kernel,
+                                   cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
@@ -245,7 +251,7 @@ cudaError_t LargestCluster(int64_t bytes, int* ctas) {
   config.gridDim = static_cast<unsigned>(kMaxClusterSize);
   config.blockDim = kThreads;
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  return cudaOccupancyMaxPotentialClusterSize(ctas, KernelFor(ScoreType::kF32),
+  return cudaOccupancyMaxPotentialClusterSize(ctas, KernelFor(ScoreType::kF32, true),
                                               &config);
 }
 
@@ -262,9 +268,9 @@ cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(
-      &config, KernelFor(params.type), params, static_cast<uint32_t>(plan.capacity),
-      WholeRows(params, plan), static_cast<uint32_t>(plan.ctas_per_row),
-      static_cast<uint32_t>(plan.min_chunk));
+      &config, KernelFor(params.type, params.sorted), params,
+      static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
+      static_cast<uint32_t>(plan.ctas_per_row), static_cast<uint32_t>(plan.min_chunk));
 }
 
 }  // namespace jax_topk

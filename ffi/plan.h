@@ -157,11 +157,9 @@ inline const char* Name(Implementation implementation) {
   return "";
 }
 
-// Dynamic shared memory of a CTA: scratch, histogram, survivors, and the permutation
-// that orders the selected (select.cuh).
-inline int64_t SharedMemoryBytes(int64_t k, int64_t capacity) {
-  return kScratchBytes + 4 * kNumBins + 8 * capacity +
-         plan_internal::RoundUp(2 * k, 16);
+// Dynamic shared memory of a CTA: scratch, bins, and the list of survivors (select.cuh).
+inline int64_t SharedMemoryBytes(int64_t capacity) {
+  return kScratchBytes + 4 * kNumBins + 8 * capacity;
 }
 
 // Workspace of a row: arrival word, a count and k composites a CTA (row_state.cuh).
@@ -271,13 +269,13 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   // Survivors' slots: as many as wanted, as few as the sort of k needs, never more than
   // the device grants. The least fits in kMinSharedMemoryBytes for every k up to kMaxK.
   const int64_t least = std::max<int64_t>(PowerOfTwoAtLeast(k), 64);
-  const int64_t most = (device.shared_memory_bytes - SharedMemoryBytes(k, 0)) / 8;
+  const int64_t most = (device.shared_memory_bytes - SharedMemoryBytes(0)) / 8;
   int64_t wanted =
       n > kLongRow ? std::max(kLongRowCapacity, 4 * k) : std::max(kCapacity, 3 * k);
   if (geometry.capacity > 0) wanted = geometry.capacity;
   if (requested == Implementation::kCluster) wanted = std::max(wanted, 2 * k);
   plan.capacity = std::clamp(wanted, least, most);
-  plan.shared_memory_bytes = SharedMemoryBytes(k, plan.capacity);
+  plan.shared_memory_bytes = SharedMemoryBytes(plan.capacity);
   plan.num_samples = NumSamples(n, k, plan.capacity);
   if (geometry.num_samples > 0) {
     plan.num_samples = std::clamp<int64_t>(geometry.num_samples, 4, kMaxSamples);

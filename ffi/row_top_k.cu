@@ -16,7 +16,7 @@ namespace jax_topk {
 namespace {
 
 // `kAllResident`: no row is too long for SelectResident.
-template <typename Bits, int kCtasPerSm, bool kAllResident>
+template <typename Bits, int kCtasPerSm, bool kAllResident, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
   const Cta cta = {capacity};
@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const Row<Bits> entries(params, row);
     if constexpr (kAllResident) {
       Rest(cta);
-      SelectResident(cta, params, row, entries);
+      SelectResident<kMaySort>(cta, params, row, entries);
     } else {
-      SelectRow(
+      SelectRow<kMaySort>(
           cta, params, row, entries, entries.columns, whole, 0, [] {},
           [](Reduced*, const Filter&) { return true; });
     }
@@ -36,17 +36,23 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows);
 
+// With all the registers of an SM a CTA can afford to have the sort in its code.
 template <typename Bits>
-Kernel KernelOf(int64_t ctas_per_sm, bool all_resident) {
+Kernel KernelOf(int64_t ctas_per_sm, bool all_resident, bool may_sort) {
   if (ctas_per_sm == 1) {
-    return all_resident ? RowTopK<Bits, 1, true> : RowTopK<Bits, 1, false>;
+    return all_resident ? RowTopK<Bits, 1, true, true> : RowTopK<Bits, 1, false, true>;
   }
-  return all_resident ? RowTopK<Bits, 2, true> : RowTopK<Bits, 2, false>;
+  if (may_sort) {
+    return all_resident ? RowTopK<Bits, 2, true, true> : RowTopK<Bits, 2, false, true>;
+  }
+  return all_resident ? RowTopK<Bits, 2, true, false> : RowTopK<Bits, 2, false, false>;
 }
 
-Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, bool all_resident) {
-  return type == ScoreType::kF32 ? KernelOf<uint32_t>(ctas_per_sm, all_resident)
-                                 : KernelOf<uint16_t>(ctas_per_sm, all_resident);
+Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, bool all_resident,
+                 bool may_sort) {
+  return type == ScoreType::kF32
+             ? KernelOf<uint32_t>(ctas_per_sm, all_resident, may_sort)
+             : KernelOf<uint16_t>(ctas_per_sm, all_resident, may_sort);
 }
 
 // Rows that start at a vector have no need of one more than they fill.
@@ -64,10 +70,12 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t ctas_per_sm : {1, 2}) {
       for (bool all_resident : {false, true}) {
-        const cudaError_t error = cudaFuncSetAttribute(
-            KernelFor(type, ctas_per_sm, all_resident),
-            cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-        if (error != cudaSuccess) return error;
+        for (bool may_sort : {false, true}) {
+          const cudaError_t error = cudaFuncSetAttribute(
+              KernelFor(type, ctas_per_sm, all_resident, may_sort),
+              cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+          if (error != cudaSuccess) return error;
+        }
       }
     }
   }
@@ -76,8 +84,9 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity))<<<
-      static_cast<unsigned>(plan.grid), kThreads, plan.shared_memory_bytes, stream>>>(
+  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity),
+            params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
+                             plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));
   return cudaGetLastError();
 }

@@ -45,7 +45,7 @@ inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 // Words that are ranked by comparing all pairs, with a lane for each.
 inline constexpr uint32_t kFew = 32;
 // Entries of a bucket of the sort that are ranked by comparing all pairs.
-inline constexpr uint32_t kFewInBucket = 64;
+inline constexpr uint32_t kFewInBucket = 256;
 
 extern __shared__ __align__(16) char dynamic_shared_memory[];
 
@@ -57,7 +57,7 @@ struct Bin {
 };
 
 // The shared memory of a CTA, carved out of its dynamic allocation in this order:
-// scratch, bins, list, order (plan.h: SharedMemoryBytes). Offsets, not pointers: they
+// scratch, bins, list (plan.h: SharedMemoryBytes). Offsets, not pointers: they
 // are constants, and cost no registers.
 //
 // At rest, that is between the calls of the functions below and after the next barrier,
@@ -94,9 +94,6 @@ struct Cta {
   __device__ uint64_t* list() const {  // [capacity] entries
     return reinterpret_cast<uint64_t*>(dynamic_shared_memory + kScratchBytes +
                                        kNumBins * sizeof(uint32_t));
-  }
-  __device__ uint16_t* order() const {  // [k] positions in list
-    return reinterpret_cast<uint16_t*>(list() + capacity);
   }
 };
 
@@ -303,6 +300,7 @@ struct Tile {
 
   uint4 vectors[kVectors];
   uint32_t column;  // the first of vector 0 of thread 0; modulo 2^32
+  uint32_t start;   // the first column of the chunk
   bool busy;        // this warp has a column
 
   // Vector u of this thread.
@@ -311,7 +309,10 @@ struct Tile {
   }
 
   // The vectors from `first` on.
+  __device__ uint32_t Start() const { return start; }
+
   __device__ __forceinline__ void Load(const Vectors<Bits>& from, uint32_t first) {
+    start = from.columns.start;
     column = from.column + first * kPerVector;
     busy = first + threadIdx.x / 32 * (32 * kVectors) < from.size;
     if (first >= from.first_inside &&
@@ -368,11 +369,14 @@ struct Tile {
 
 // Other words that can be selected from. Each thread calls f(word, place) for its share of
 // them; ColumnAt(place) differs from word to word, and is the word's column if it has one.
+// Start() is such that a place without a column is behind all others from there on, modulo
+// 2^32.
 
 struct ListWords {  // of entries
   const uint64_t* list;
   uint32_t count;
 
+  __device__ uint32_t Start() const { return 0; }
   __device__ uint32_t ColumnAt(uint32_t place) const {
     return EntryColumn(list[place]);
   }
@@ -401,6 +405,7 @@ struct PlainWords {  // side by side, of the columns from `start` on
   uint32_t count;
   uint32_t start;
 
+  __device__ uint32_t Start() const { return 0; }
   __device__ uint32_t ColumnAt(uint32_t place) const { return start + place; }
 
   template <typename F>
@@ -416,6 +421,7 @@ struct ChunkWords {  // of a chunk in memory
   uint32_t count;
   uint32_t start;
 
+  __device__ uint32_t Start() const { return 0; }
   __device__ uint32_t ColumnAt(uint32_t place) const { return start + place; }
 
   template <typename F>
@@ -495,11 +501,13 @@ __device__ __forceinline__ Cut RankFew(const Cta& cta, const Words& words,
   if (mine > 0) {
     uint32_t at = atomicAdd(&scratch.num_few, mine);
     if (mine == 1) {
-      scratch.few[at] = Composite(KeyOf(last_word), words.ColumnAt(last_place));
+      scratch.few[at] =
+          Composite(KeyOf(last_word), words.ColumnAt(last_place) - words.Start());
     } else {
       words.ForEach([&](uint32_t word, int place) {
         if (is_candidate(word)) {
-          scratch.few[at++] = Composite(KeyOf(word), words.ColumnAt(place));
+          scratch.few[at++] =
+              Composite(KeyOf(word), words.ColumnAt(place) - words.Start());
         }
       });
     }
@@ -526,7 +534,7 @@ __device__ __forceinline__ Cut RankFew(const Cta& cta, const Words& words,
   const uint32_t cut_key = __shfl_sync(kFullWarp, key, source);
   return {cut_key, above + __popc(__ballot_sync(kFullWarp, valid & (key > cut_key))),
           above + __popc(__ballot_sync(kFullWarp, valid & (key >= cut_key))),
-          __shfl_sync(kFullWarp, CompositeColumn(one), source)};
+          words.Start() + __shfl_sync(kFullWarp, CompositeColumn(one), source)};
 }
 
 // The `rank`-th largest key. Requires it to be within [low, high], `inside` words to be
@@ -977,6 +985,7 @@ struct SampleWords {
   uint32_t words[kPerThread];
   uint32_t groups;  // a power of two
 
+  __device__ uint32_t Start() const { return 0; }
   __device__ uint32_t ColumnAt(int i) const { return i * kThreads + threadIdx.x; }
 
   template <typename F>
@@ -1227,17 +1236,30 @@ __device__ inline void SortDescending(uint64_t* list, uint32_t size) {
 // the list in disarray.
 //
 //   1. Count the entries in kNumBins buckets of equal width, the largest first; sum up.
-//   2. Scatter their list positions by bucket.
-//   3. Rank each within its bucket.
-// If a bucket is crowded, sort instead: slower, but the same for every input.
+//      The least key has the last bucket for itself: it may be a plateau's.
+//   2. Deal them to the buckets, one behind the other, behind the list.
+//   3. Rank each within its bucket. If the last is crowded, its entries are in order as
+//      they come.
+// If another bucket is crowded, or the list has no room for as many again, sort instead:
+// slower, but the same for every input.
 template <typename Write>
 __device__ __noinline__ void ForEachByValue(const Cta cta, uint32_t count,
                                             const Write write) {
-  constexpr int kBinBits = 10;
-  constexpr int kBinsPerThread = kNumBins / kThreads;
+  constexpr int kBatch = 4;  // entries of a thread at a time
   Cta::Scratch& scratch = cta.scratch();
-  const auto for_each = [&](auto&& f) {
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) f(i, cta.list()[i]);
+  uint64_t* list = cta.list();
+  const auto for_each = [&](const uint64_t* from, auto&& f) {
+    for (uint32_t base = threadIdx.x; base < count; base += kBatch * kThreads) {
+      uint64_t one[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (base + j * kThreads < count) one[j] = from[base + j * kThreads];
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (base + j * kThreads < count) f(base + j * kThreads, one[j]);
+      }
+    }
   };
   const auto write_composite = [&](uint32_t position, uint64_t composite) {
     write(position, WordOf(CompositeKey(composite)), CompositeColumn(composite));
@@ -1250,72 +1272,80 @@ __device__ __noinline__ void ForEachByValue(const Cta cta, uint32_t count,
   __syncthreads();
   uint32_t min_key = 0xFFFFFFFFu;
   uint32_t max_key = 0;
-  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const uint64_t entry = cta.list()[i];
+  for_each(list, [&](uint32_t i, uint64_t entry) {
     const uint32_t key = KeyOf(EntryWord(entry));
     min_key = min(min_key, key);
     max_key = max(max_key, key);
-    cta.list()[i] = Composite(key, EntryColumn(entry));  // its own
-  }
+    list[i] = Composite(key, EntryColumn(entry));  // its own
+  });
   NoteExtremes(cta, min_key, max_key);
   __syncthreads();
-  const uint64_t high = Composite(scratch.max_key, 0);
-  const uint64_t low = Composite(scratch.min_key, 0x7FFFFFFFu);
-  const int shift = max(64 - __clzll(static_cast<long long>(high - low)) - kBinBits, 0);
+  constexpr uint32_t kLast = kNumBins - 1;
+  const uint32_t least = scratch.min_key;
+  const uint32_t greatest = scratch.max_key;
+  // Buckets 0 to kLast - 1 for the keys above the least, or one for each key.
+  const uint32_t span = greatest - least;
+  const uint32_t scale =
+      span < kLast ? 0 : static_cast<uint32_t>((uint64_t{kLast} << 32) / (span + 1ull));
   const auto bucket_of = [&](uint64_t composite) {
-    return static_cast<uint32_t>((high - composite) >> shift);
+    const uint32_t below = greatest - CompositeKey(composite);
+    return below == span ? kLast : scale == 0 ? below : __umulhi(below, scale);
   };
-  for_each([&](uint32_t, uint64_t composite) {
+  for_each(list, [&](uint32_t, uint64_t composite) {
     atomicAdd(&cta.bins()[bucket_of(composite)], 1u);
   });
   __syncthreads();
-  const int first = threadIdx.x * kBinsPerThread;
-  uint32_t inside[kBinsPerThread];
-  uint32_t sum = 0;
-  uint32_t most = 0;
-#pragma unroll
-  for (int j = 0; j < kBinsPerThread; ++j) {
-    sum += inside[j] = cta.bins()[first + j];
-    most = max(most, inside[j]);
-  }
-  most = __reduce_max_sync(kFullWarp, most);
+  uint2* pairs = reinterpret_cast<uint2*>(cta.bins());
+  const uint2 inside = pairs[threadIdx.x];
+  const uint32_t but_last = threadIdx.x == kThreads - 1 ? 0 : inside.y;
+  const uint32_t most = __reduce_max_sync(kFullWarp, max(inside.x, but_last));
   if ((threadIdx.x & 31) == 0) atomicMax(&scratch.most, most);
   uint32_t all;
-  uint32_t begin = ExclusiveSum(sum, scratch.totals[0], &all);
-#pragma unroll
-  for (int j = 0; j < kBinsPerThread; ++j) {
-    cta.bins()[first + j] = begin;
-    begin += inside[j];
-  }
+  const uint32_t begin = ExclusiveSum(inside.x + inside.y, scratch.totals[0], &all);
+  pairs[threadIdx.x] = make_uint2(begin, begin + inside.x);
   __syncthreads();
 
-  if (scratch.most > kFewInBucket) {
+  if (scratch.most > kFewInBucket || 2 * count > cta.capacity) {
     uint32_t size = 1;
     while (size < count) size *= 2;
-    for (uint32_t i = count + threadIdx.x; i < size; i += kThreads) cta.list()[i] = 0;
-    SortDescending(cta.list(), size);
-    for_each(write_composite);
+    for (uint32_t i = count + threadIdx.x; i < size; i += kThreads) list[i] = 0;
+    SortDescending(list, size);
+    for_each(list, write_composite);
     return;
   }
 
+  const uint32_t before_last = cta.bins()[kLast];
+  const bool crowd = count - before_last > kFewInBucket;
+  if (crowd) {
+    CompactEntries(
+        cta, ListEntries{list, count},
+        [&](uint32_t key, uint32_t) { return key == least; },
+        [&](bool passes, uint32_t position, uint64_t composite) {
+          if (passes) write_composite(before_last + position, composite);
+        });
+  }
+
   // 2. Afterwards bins[b] is where bucket b ends and bucket b + 1 begins.
-  for_each([&](uint32_t i, uint64_t composite) {
-    cta.order()[atomicAdd(&cta.bins()[bucket_of(composite)], 1u)] =
-        static_cast<uint16_t>(i);
+  uint64_t* dealt = list + count;
+  for_each(list, [&](uint32_t, uint64_t composite) {
+    const uint32_t bucket = bucket_of(composite);
+    if (crowd && bucket == kLast) return;
+    dealt[atomicAdd(&cta.bins()[bucket], 1u)] = composite;
   });
   __syncthreads();
+  if (crowd) count = before_last;
 
   // 3.
-  for (uint32_t slot = threadIdx.x; slot < count; slot += kThreads) {
-    const uint64_t composite = cta.list()[cta.order()[slot]];
+  for_each(dealt, [&](uint32_t, uint64_t composite) {
     const uint32_t bucket = bucket_of(composite);
     const uint32_t ends = cta.bins()[bucket];
     uint32_t rank = bucket == 0 ? 0 : cta.bins()[bucket - 1];
+#pragma unroll 4
     for (uint32_t other = rank; other < ends; ++other) {
-      rank += cta.list()[cta.order()[other]] > composite;
+      rank += dealt[other] > composite ? 1 : 0;
     }
     write_composite(rank, composite);
-  }
+  });
 }
 
 // Where the answer of a row goes.
@@ -1352,12 +1382,13 @@ __device__ __forceinline__ void EmitSlots(const TopKParams& params, int64_t row,
 }
 
 // Writes the answer of a row: the list's first `kept` entries, by column as they are or
-// by value, and the padding beyond.
-template <typename Bits>
+// by value, and the padding beyond. `kMaySort`: false in kernels for answers by column
+// only, to which the sort would cost registers.
+template <typename Bits, bool kMaySort>
 __device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params,
                                         int64_t row, uint32_t kept) {
   const RowOutput<Bits> out(params, row);
-  if (params.sorted) {
+  if (kMaySort && params.sorted) {
     ForEachByValue(cta, kept, out);
   } else {
     if (params.page_table != nullptr) {
@@ -1387,7 +1418,7 @@ __device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params
     out.values[i] = static_cast<Bits>(PadBits(params.type));
     out.indices[i] = -1;
   }
-  if (params.sorted) EmitSlots<Bits>(params, row, kept);
+  if (kMaySort && params.sorted) EmitSlots<Bits>(params, row, kept);
 }
 
 // Rows --------------------------------------------------------------------------------
@@ -1455,7 +1486,7 @@ struct WholeRows {
 };
 
 // The answer of a row whose columns fit in a tile.
-template <typename Bits>
+template <bool kMaySort, typename Bits>
 __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams& params,
                                                int64_t row, const Row<Bits>& entries) {
   const Columns columns = entries.columns;
@@ -1501,7 +1532,7 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
     if (length > kept) threshold.reach = cut.column - columns.start;
     keep(1, threshold);
   }
-  EmitRow<Bits>(cta, params, row, kept);
+  EmitRow<Bits, kMaySort>(cta, params, row, kept);
 }
 
 // The answer of a row. A barrier must follow before shared memory is used again.
@@ -1511,7 +1542,7 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
 // `meet(&reduced, filter)` hands over what the chunk was reduced to; it returns false if
 // another CTA answers, and else leaves in the list and in `reduced` what the chunks of
 // all were reduced to.
-template <typename Bits, typename Prepare, typename Meet>
+template <bool kMaySort, typename Bits, typename Prepare, typename Meet>
 __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& params,
                                           int64_t row, const Row<Bits>& entries,
                                           Columns chunk, const WholeRows& whole,
@@ -1520,7 +1551,7 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   const uint32_t k = static_cast<uint32_t>(params.k);
   Rest(cta);
   if (entries.Resident(cta.capacity)) {
-    SelectResident(cta, params, row, entries);
+    SelectResident<kMaySort>(cta, params, row, entries);
     return;
   }
 
@@ -1543,7 +1574,7 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   }
   if (reduced.ties == 0) {
     SelectInList(cta, reduced.survivors, k, filter.range, entries.columns);
-  } else if (params.sorted) {
+  } else if (kMaySort && params.sorted) {
     Join(cta, reduced,
          [&](uint32_t position, uint64_t entry) { cta.list()[position] = entry; });
   } else {
@@ -1554,7 +1585,7 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
     EmitSlots<Bits>(params, row, k);
     return;
   }
-  EmitRow<Bits>(cta, params, row, k);
+  EmitRow<Bits, kMaySort>(cta, params, row, k);
 }
 
 }  // namespace jax_topk

@@ -33,6 +33,7 @@ struct PublishedEntries {
   }
   __device__ uint64_t Get(uint32_t i) const { return state.slots[i]; }
 
+  __device__ uint32_t Start() const { return 0; }
   __device__ uint32_t ColumnAt(uint32_t place) const { return EntryColumn(Get(place)); }
   template <typename F>
   __device__ void ForEach(F&& f) const {
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (last) *reduced = Gather(cta, state(), cutting.count, entries.columns);
       return last;
     };
-    SelectRow(cta, params, row, entries, columns, whole, 0, install, meet);
+    SelectRow<true>(cta, params, row, entries, columns, whole, 0, install, meet);
     __syncthreads();
   }
 }
