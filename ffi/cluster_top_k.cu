@@ -247,12 +247,18 @@ cudaError_t PrepareClusterTopK(int64_t bytes) {
 }
 
 cudaError_t LargestCluster(int64_t bytes, int* ctas) {
+  *ctas = -1;
+  // The driver may have compiled this kernel from code for older devices, where it is empty.
+  cudaFuncAttributes attributes;
+  const Kernel kernel = KernelFor(ScoreType::kF32, true);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || attributes.ptxVersion < kMinClusterCapability)
+    return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(kMaxClusterSize);
   config.blockDim = kThreads;
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  return cudaOccupancyMaxPotentialClusterSize(ctas, KernelFor(ScoreType::kF32, true),
-                                              &config);
+  return cudaOccupancyMaxPotentialClusterSize(ctas, kernel, &config);
 }
 
 cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,

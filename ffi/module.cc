@@ -75,6 +75,18 @@ constexpr Implementation kImplementations[] = {
     Implementation::kXla, Implementation::kCpu, Implementation::kRow,
     Implementation::kSplit, Implementation::kCluster};
 
+// Whether the build has code for clusters: for an architecture that knows them.
+bool HasClusters() {
+  int64_t number = 0;
+  for (const char* c = JAX_TOPK_CUDA_ARCHITECTURES; *c != '\0'; ++c) {
+    const bool digit = *c >= '0' && *c <= '9';
+    number = digit ? 10 * number + (*c - '0') : 0;
+    if (number >= kMinClusterCapability) return true;
+  }
+  return *JAX_TOPK_CUDA_ARCHITECTURES ==
+         '\0';  // without kernels: those of another build
+}
+
 Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype,
                     const std::string& platform, int64_t compute_capability,
                     int64_t num_sms, int64_t shared_memory_bytes,
@@ -87,6 +99,7 @@ Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype
   Device device = {Platform::kOther, compute_capability, num_sms, shared_memory_bytes};
   if (platform == "cpu") device.platform = Platform::kCpu;
   if (platform == "cuda") device.platform = Platform::kCuda;
+  if (!HasClusters()) device.cluster_size = -1;
 
   Implementation requested = Implementation::kNone;
   for (Implementation one : kImplementations) {

@@ -42,7 +42,7 @@ struct Device {
   int64_t compute_capability = 0;  // 80, 90, 121
   int64_t num_sms = 0;
   int64_t shared_memory_bytes = 0;  // most that one block may opt in to
-  int64_t cluster_size = 0;         // CTAs of the largest cluster that it grants
+  int64_t cluster_size = 0;  // CTAs of the largest cluster that it grants; -1: none
 };
 
 // A plan given by hand, for tests: bends the geometry so that small inputs reach every
@@ -298,7 +298,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   // on half of the SMs only (measured on the H200, 32768 columns: 16 rows with 4 and 8
   // CTAs each take 9.1 and 13.7 us).
   const int64_t largest_cluster =
-      device.compute_capability < kMinClusterCapability ? 0
+      device.compute_capability < kMinClusterCapability || device.cluster_size < 0 ? 0
       : device.cluster_size > 0 ? std::min(device.cluster_size, kMaxClusterSize)
       // What such devices are known to grant.
       : device.shared_memory_bytes >= (200 << 10) ? kMaxClusterSize
@@ -328,9 +328,10 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
 
   if (clustered) {
     if (largest_cluster < 1) {
-      return refuse("clusters need compute capability " +
-                    Number(kMinClusterCapability) + " and the device has " +
-                    Number(device.compute_capability));
+      return refuse(
+          "clusters need compute capability " + Number(kMinClusterCapability) +
+          " and the device has " + Number(device.compute_capability) +
+          (device.cluster_size < 0 ? ", but no cluster or no code for one" : ""));
     }
     if (!has_clusters) {
       return refuse("a cluster needs " + Number(2 * k) +

@@ -1395,8 +1395,9 @@ __device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params
       // Slots in place of columns; the loop below gives each thread the same entries.
 #pragma unroll 4
       for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
-        uint32_t* column = reinterpret_cast<uint32_t*>(&cta.list()[i]);
-        *column = static_cast<uint32_t>(RowIndex(params, row, *column));
+        const uint64_t entry = cta.list()[i];
+        const int32_t slot = RowIndex(params, row, EntryColumn(entry));
+        cta.list()[i] = Entry(EntryWord(entry), static_cast<uint32_t>(slot));
       }
     }
     constexpr uint32_t kBatch = 4;

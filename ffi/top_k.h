@@ -107,7 +107,7 @@ cudaError_t PrepareRowTopK(int64_t bytes);
 cudaError_t PrepareSplitTopK(int64_t bytes);
 cudaError_t PrepareClusterTopK(int64_t bytes);
 
-// CTAs of the largest cluster that the current device, prepared, grants; 0: none.
+// CTAs of the largest cluster that the current device, prepared, grants; -1: none.
 cudaError_t LargestCluster(int64_t bytes, int* ctas);
 
 #endif  // JAX_TOPK_CUDA
