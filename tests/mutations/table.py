@@ -428,8 +428,8 @@ _mutation(
 _mutation(
     "bucket_sort_of_crowded_buckets_by_value_only",
     SELECT,
-    "rank += cta.list()[cta.order()[other]] > composite;",
-    "rank += CompositeKey(cta.list()[cta.order()[other]]) > CompositeKey(composite);",
+    "rank += dealt[other] > composite ? 1 : 0;",
+    "rank += CompositeKey(dealt[other]) > CompositeKey(composite) ? 1 : 0;",
     BENT + "[row-(0,0,0,1,1)-sorted]",
 )
 _mutation(
@@ -585,8 +585,23 @@ _mutation(
 _mutation(
     "few_ranked_without_their_columns",
     SELECT,
-    "Composite(KeyOf(last_word), words.ColumnAt(last_place));",
+    "Composite(KeyOf(last_word), words.ColumnAt(last_place) - words.Start());",
     "Composite(KeyOf(last_word), 0);",
+    BENT + "[row-(0,0,0,1,1)-sorted]",
+)
+_mutation(
+    "places_without_a_column_before_all_ties",
+    SELECT,
+    "uint32_t Start() const { return start; }",
+    "uint32_t Start() const { return 0; }",
+    LEAST + "[row-(0,0,0,2,1)-f32]",
+    "test_short_rows.py::test_the_least_nan_is_selected_where_columns_are_masked",
+)
+_mutation(
+    "plateau_of_the_sort_one_place_too_early",
+    SELECT,
+    "if (passes) write_composite(before_last + position, composite);",
+    "if (passes) write_composite(before_last + position - 1, composite);",
     BENT + "[row-(0,0,0,1,1)-sorted]",
 )
 _mutation(
@@ -741,8 +756,8 @@ _mutation(
 _mutation(
     "ties_of_the_leader_where_others_write",
     CLUSTER,
-    "              k, prepare, meet);",
-    "              0, prepare, meet);",
+    "cutting.ChunkOf(entries.columns, mine), whole, k, prepare,",
+    "cutting.ChunkOf(entries.columns, mine), whole, 0, prepare,",
     TIES_OF_SEVERAL + CLUSTERS,
 )
 _mutation(
@@ -1171,8 +1186,8 @@ _mutation(
 _mutation(
     "columns_of_a_list_in_place_of_slots",
     SELECT,
-    "*column = static_cast<uint32_t>(RowIndex(params, row, *column));",
-    "(void)column;",
+    "const int32_t slot = RowIndex(params, row, EntryColumn(entry));",
+    "const int32_t slot = static_cast<int32_t>(EntryColumn(entry));",
     "test_paged_top_k.py::test_every_distribution_is_exact_in_pages_of_any_size"
     "[row-False-64]",
 )
