@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_topk
-from jax_topk import _ffi
+from jax_topk import _ffi, _plan
 
 CUDA_TARGETS = {f"jax_topk_{name}_v1": name for name in ("row", "split", "cluster")}
 
@@ -76,8 +76,12 @@ def test_a_name_decides_the_target(name):
 
 
 def test_clusters_are_refused_where_the_device_is_not_known():
-    with pytest.raises(ValueError, match="clusters need compute capability 90"):
-        lowered("cuda", (4, 5000), 100, implementation="cluster")
+    unknown = _plan.device_facts("cuda")
+    choice = _plan.choose(
+        (4,), 5000, 100, np.dtype("float32"), unknown, implementation="cluster"
+    )
+    assert choice.implementation == ""
+    assert "clusters need compute capability 90" in choice.reason
 
 
 def test_the_workspace_of_the_split_kernel_is_a_third_result():
