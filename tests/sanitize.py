@@ -6,9 +6,9 @@
 
 Under a tool only our kernels are looked at. Expected of initcheck: a CTA swaps the
 arrival word of a row for one with its tag, whatever it holds, and the last of the row
-may read slots before it knows how many are filled. Both are of the workspace. A page table
-is a constant of the program here, which the driver loads where initcheck does not see it,
-so for initcheck there are no pages.
+may read slots before it knows how many are filled. Both are of the workspace. A page
+table is a constant of the program here, which the driver loads where initcheck does not
+see it, so for initcheck there are no pages.
 """
 
 import argparse
