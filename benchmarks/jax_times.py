@@ -91,7 +91,8 @@ def functions(shape: Shape) -> list[Function]:
         Function("jax.lax.top_k", lambda x: jax.lax.top_k(x, k), "by value", True),
     ]
     if "is_stable" in inspect.signature(jax.lax.top_k).parameters:
-        unstable: Any = functools.partial(jax.lax.top_k, is_stable=False)
+        options: Any = {"is_stable": False}  # of no jax before 0.11
+        unstable: Any = functools.partial(jax.lax.top_k, **options)
         name = "jax.lax.top_k(is_stable=False)"
         found.append(Function(name, lambda x: unstable(x, k), "values", True))
     device = jax.devices()[0]
