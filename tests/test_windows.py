@@ -108,7 +108,7 @@ def test_indices_are_absolute_and_neighbours_of_the_window_are_not_seen(
     n, k, rows = 20_011, 512, 40
     rng = inputs.generator("neighbours")
     scores = rng.standard_normal((rows, n)).astype(dtype)
-    starts = np.arange(rows, dtype=np.int32)  # every alignment of the first column
+    starts = 2 * np.arange(rows, dtype=np.int32)  # every alignment of the first column
     lengths = np.resize([700, 5000, 511, 512, 19_900, 1025, 16_384], rows)
     lengths = (lengths + np.arange(rows) // 7).astype(np.int32)
     for row in range(rows):  # better scores on either side of the window
