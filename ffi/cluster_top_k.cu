@@ -8,25 +8,35 @@
 //      one CTA can keep whole is the leader's alone: it answers and nobody meets.
 //   2. Each CTA draws the same sample of the row, so that all find the same filter, reads
 //      its chunk once, and keeps its survivors, and the ties that may still be wanted.
-//   3. Each writes their numbers to every CTA of the cluster. First cluster barrier.
-//   4. Now all know where the survivors of each belong in the row's list, and write them
-//      there, in the leader's shared memory. Second cluster barrier.
+//   3. Each sends their numbers to every CTA of the cluster, and waits for those of all.
+//   4. Now all know where the survivors of each belong in the row's list, and send them
+//      there, to the leader's shared memory. The leader waits for them.
 //   5. The leader selects exactly, writes in order, pads. If what survived is fewer than k
-//      or more than fits, it skips 4 and selects from the row itself.
+//      or more than fits, nobody sends, and it selects from the row itself.
+//
+// To send is an asynchronous store that a mailbox of the receiver (an mbarrier) counts in
+// bytes when it is there. A mailbox goes from phase to phase: one is complete when the
+// receiver has said how many bytes it expects and as many have come. A CTA has three, two
+// for numbers, in turns from row to row, and one for entries.
 //
 // Why it holds.
 //   - All CTAs of a cluster are resident together: the hardware starts them so, or not at
-//     all. So they may wait for each other, and each of them passes the same barriers:
-//     whether a row is met for depends on the row's window and, after the first barrier,
-//     on the numbers that all have.
-//   - Both barriers release what was written before and acquire what others wrote before.
-//   - A CTA's memory is touched by others only after it has started (barrier 0), and
-//     before it has passed the second barrier of its last row, which is before it ends.
-//   - The numbers of a row are overwritten two rows later, when all have passed its second
-//     barrier. The leader's list is overwritten after the first barrier of the next row,
-//     where the leader arrives when it has answered this one. What others write there is
-//     never where its own survivors are, nor, as its ties lie from position k on and are
-//     wanted only if fewer than k columns survive, where its ties are.
+//     all. So they may wait for each other, and what each of them sends and expects agrees:
+//     whether a row is met for depends on the row's window, and whether entries are sent on
+//     the numbers that all have.
+//   - To wait for a phase acquires what was sent in it.
+//   - Nobody sends to a CTA before it has its mailboxes (barrier 0: the fence releases
+//     them, the wait acquires), nor after it has ended: it waits for the numbers of all in
+//     its last row, and the leader for all entries.
+//   - No phase is completed by what belongs to another. Numbers of row r + 2 go to the
+//     mailbox of row r, but whoever sends them has had those of row r + 1 from all, and each
+//     sent these after its own phase of row r. Entries of a row are sent when the leader has
+//     sent its numbers of that row, after it had all entries of the row before.
+//   - Nothing is overwritten that is still read. The numbers of row r are read before the
+//     barriers of row r + 1. The leader's list is written by others when it has sent its
+//     numbers, so after it has answered the row before; and never where its own survivors
+//     are, nor, as its ties lie from position k on and are wanted only if fewer than k
+//     columns survive, where its ties are.
 
 #include <cooperative_groups.h>
 
@@ -105,7 +115,7 @@ struct Exchange {
   uint32_t met = 0;       // rows
   uint32_t gathered = 0;  // of them, rows whose entries were sent
 
-  // Barrier 0 is what follows: `Start` in all CTAs before the first Meet.
+  // The first half of barrier 0. The second comes before the first Meet.
   __device__ void Prepare(const Cta& cta) const {
     if (threadIdx.x == 0) {
       for (uint64_t& mailbox : cta.scratch().mailboxes) {

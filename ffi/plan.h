@@ -162,7 +162,7 @@ inline int64_t SharedMemoryBytes(int64_t capacity) {
   return kScratchBytes + 4 * kNumBins + 8 * capacity;
 }
 
-// Workspace of a row: arrival word, a count and k composites a CTA (row_state.cuh).
+// Workspace of a row: arrival word, a count and k entries a CTA (row_state.cuh).
 inline int64_t WorkspaceHeaderBytes(int64_t ctas_per_row) {
   return plan_internal::RoundUp(8 + 4 * ctas_per_row, 16);
 }

@@ -6,7 +6,7 @@
 // Workspace of a row, in this order:
 //   uint64_t word            tag (upper 48 bits) and arrivals (lower 16 bits)
 //   uint32_t counts[ctas]    survivors (lower half) and ties (upper half) of each CTA
-//   uint64_t slots[ctas][k]  their composites; from a 16-byte boundary on
+//   uint64_t slots[ctas][k]  their entries (select.cuh); from a 16-byte boundary on
 //
 // Protocol.
 //   1. Install: each CTA of the row sees to it that the word carries the tag of this

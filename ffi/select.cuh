@@ -10,7 +10,7 @@
 //   ReduceChunk    one read: the survivors into shared memory, in column order; if
 //                  more survive than fit, SelectExactly on the chunk
 //   SelectByValue  the exact select: the k-th largest key, and how many are above it
-//   ThresholdOf    with it, the test that exactly k entries pass
+//   KeepSelected   with it, exactly k entries
 //   EmitRow        the selected in their final order
 // A row that fits in the registers of a CTA needs no sample: SelectResident.
 //

@@ -8,7 +8,7 @@
 //      can load whole is that CTA's alone: it answers and nobody touches the row state.
 //   2. Each CTA installs the tag in the row state and draws the same sample of the row,
 //      so that all find the same filter.
-//   3. Each reads its chunk once and reduces it to at most k composites: its survivors,
+//   3. Each reads its chunk once and reduces it to at most k entries: its survivors,
 //      or the k largest of them, and the ties that may still be wanted.
 //   4. Each publishes them in the row state and arrives. All but the last CTA leave.
 //   5. The last gathers what was published, selects exactly, writes in order, pads. If
