@@ -75,16 +75,18 @@ constexpr Implementation kImplementations[] = {
     Implementation::kXla, Implementation::kCpu, Implementation::kRow,
     Implementation::kSplit, Implementation::kCluster};
 
-// Whether the build has code for clusters: for an architecture that knows them.
+// Whether the build has code for clusters: for an architecture that knows them, or for
+// some without a number (native, all).
 bool HasClusters() {
   int64_t number = 0;
+  bool any = false;
   for (const char* c = JAX_TOPK_CUDA_ARCHITECTURES; *c != '\0'; ++c) {
     const bool digit = *c >= '0' && *c <= '9';
+    any |= digit;
     number = digit ? 10 * number + (*c - '0') : 0;
     if (number >= kMinClusterCapability) return true;
   }
-  return *JAX_TOPK_CUDA_ARCHITECTURES ==
-         '\0';  // without kernels: those of another build
+  return !any;
 }
 
 Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype,
