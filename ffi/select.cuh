@@ -643,11 +643,7 @@ __device__ __forceinline__ Range RangeOf(const Cta& cta, const Words& words) {
 template <typename Words>
 __device__ __noinline__ Cut SelectInBin(const Cta cta, const Words words, uint32_t rank,
                                         const ValueBins bin_of, const Bin bin) {
-  Cta::Scratch& scratch = cta.scratch();
-  if (threadIdx.x == 0) {
-    scratch.min_key = 0xFFFFFFFFu;
-    scratch.max_key = 0;
-  }
+  ResetExtremes(cta);
   __syncthreads();  // also: the words are there
   ClearBins(cta);
   uint32_t min_key = 0xFFFFFFFFu;
@@ -658,15 +654,10 @@ __device__ __noinline__ Cut SelectInBin(const Cta cta, const Words words, uint32
       max_key = max(max_key, KeyOf(word));
     }
   });
-  min_key = __reduce_min_sync(kFullWarp, min_key);
-  max_key = __reduce_max_sync(kFullWarp, max_key);
-  if ((threadIdx.x & 31) == 0) {
-    atomicMin(&scratch.min_key, min_key);
-    atomicMax(&scratch.max_key, max_key);
-  }
+  NoteExtremes(cta, min_key, max_key);
   __syncthreads();
-  return SelectByKey(cta, words, rank, bin.above, bin.inside, scratch.min_key,
-                     scratch.max_key);
+  return SelectByKey(cta, words, rank, bin.above, bin.inside, cta.scratch().min_key,
+                     cta.scratch().max_key);
 }
 
 // The `rank`-th largest key, or a key that `rank` to rank + slack words reach. So above <
