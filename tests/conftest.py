@@ -41,9 +41,10 @@ def pytest_runtest_setup(item):
     if reason:
         pytest.skip(f"needs an NVIDIA GPU: {reason}")
     marks = item.iter_markers("gpu")
-    needed = max(mark.kwargs.get("capability", 80) for mark in marks)
-    if implementations.capability() < needed:
-        pytest.skip(f"needs compute capability {needed / 10}")
+    if any(mark.kwargs.get("clusters") for mark in marks):
+        reason = implementations.why_no_clusters()
+        if reason:
+            pytest.skip(f"needs clusters: {reason}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import inputs
 import ml_dtypes
 import numpy as np
-from implementations import PLANNED, Implementation, capability, why_no_gpu
+from implementations import PLANNED, Implementation, why_no_clusters, why_no_gpu
 
 DTYPES = [np.float32, np.float32, ml_dtypes.bfloat16, np.float16]
 INT32 = np.iinfo(np.int32)
@@ -111,7 +111,7 @@ def case(seed, platform):
     dtype = DTYPES[rng.integers(len(DTYPES))]
     names = ["cpu", "cpu", "xla"]
     if platform == "cuda":
-        names = [name for name in GEOMETRIES if name != "cluster" or capability() >= 90]
+        names = [one for one in GEOMETRIES if one != "cluster" or not why_no_clusters()]
     name = names[rng.integers(len(names))]
     geometry = PLANNED
     if platform == "cuda":

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import os
+import re
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ class Implementation:
     @property
     def mark(self):
         """What a test of it needs, as a mark."""
-        return pytest.mark.gpu(capability=90 if self.name == "cluster" else 80)
+        return pytest.mark.gpu(clusters=self.name == "cluster")
 
     def skip_without_room(self, gibibytes):
         """Skips the test unless so much memory is free where the scores will be."""
@@ -138,9 +139,14 @@ def why_no_gpu():
 
 
 @functools.cache
-def capability():
-    """The compute capability of the first GPU, 90 for 9.0."""
-    return int(jax.devices("cuda")[0].compute_capability.replace(".", ""))
+def why_no_clusters():
+    """Why kernels on a GPU cannot be clusters here, in words; "" where they can."""
+    built = re.findall(r"\d+", _ffi.build_info()["cuda_architectures"])
+    if built and max(map(int, built)) < 90:
+        return "the build holds none for compute capability 9.0"
+    if float(jax.devices("cuda")[0].compute_capability) < 9:
+        return "the GPU is below compute capability 9.0"
+    return ""
 
 
 def as_float32(bits):

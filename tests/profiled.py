@@ -44,7 +44,7 @@ def main():
         (implementations.Implementation("cluster", "cuda", (4, 256, 0, 0, 0)), 1000),
         (implementations.Implementation("cluster", "cuda"), 131_072),
     ):
-        if bent.name == "cluster" and implementations.capability() < 90:
+        if bent.name == "cluster" and implementations.why_no_clusters():
             continue
         for ragged in (False, True):
             scores = np.arange(3 * n, dtype=np.float32).reshape(3, n)

@@ -71,7 +71,7 @@ def main():
         implementations.Implementation("cluster", "cuda", (4, 1, 16, 8, 0)),
         implementations.Implementation("cluster", "cuda"),
     ):
-        if bent.name == "cluster" and implementations.capability() < 90:
+        if bent.name == "cluster" and implementations.why_no_clusters():
             continue
         n = 1000 if any(bent.geometry) else 70_001
         for ragged in (False, True):

@@ -35,7 +35,7 @@ def answer(pages):
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from implementations import Implementation, capability
+    from implementations import Implementation, why_no_clusters
 
     n, k, rows = 700, 40, 6
     names = ["normal", "all_equal", "plateau", "two_plateaus", "winners_last"]
@@ -51,7 +51,7 @@ def answer(pages):
         ("cluster", (4, 1, 16, 8, 0), False),
         ("cluster", (2, 256, 0, 4, 0), True),
     ):
-        if name == "cluster" and capability() < 90:
+        if name == "cluster" and why_no_clusters():
             continue
         paged = paged and pages
         for dtype in (np.float32, jnp.bfloat16):

@@ -19,7 +19,7 @@ SPLIT = Implementation("split", "cuda", (6, 200, 0, 0, 0))
 OVERFLOWING = Implementation("split", "cuda", (8, 1, 16, 24, 0))
 ROW = Implementation("row", "cuda", (0, 1, 16, 3, 2))
 CLUSTER = Implementation("cluster", "cuda", (4, 200, 64, 12, 0))
-HAS_CLUSTERS = pytest.mark.gpu(capability=90)
+HAS_CLUSTERS = pytest.mark.gpu(clusters=True)
 
 
 @functools.cache
