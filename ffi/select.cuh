@@ -819,7 +819,7 @@ __device__ __forceinline__ void StoreEntry(bool store, uint64_t* to, uint64_t en
       : "memory");
 }
 
-// Entries that can be compacted: slot i holds one if Valid(i).
+// Entries that can be compacted: slot i < Size() holds one if Valid(i).
 
 struct ListEntries {
   const uint64_t* list;
@@ -850,12 +850,12 @@ __device__ __forceinline__ void CompactEntries(const Cta& cta, const Entries& en
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const uint32_t i = first + j * 32;
-      if ((i < size) & entries.Valid(i)) entry[j] = entries.Get(i);
+      if (i < size && entries.Valid(i)) entry[j] = entries.Get(i);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const uint32_t i = first + j * 32;
-      const bool valid = (i < size) & entries.Valid(i);
+      const bool valid = i < size && entries.Valid(i);
       passing[j] = __ballot_sync(
           kFullWarp, valid & passes(EntryWord(entry[j]), EntryColumn(entry[j])));
       total += __popc(passing[j]);

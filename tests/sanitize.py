@@ -94,8 +94,10 @@ def attempt(tool, sanitizer, options):
         tool,
         "--error-exitcode",
         "9",
-        "--print-limit",
-        "20",
+        "--print-limit",  # every report is judged
+        "1000000",
+        "--show-backtrace",
+        "no",
     ]
     command += ["--target-processes", "application-only"]
     command += options

@@ -97,7 +97,11 @@ RELEASE_BARRIER = (
     "    __syncthreads();  // the writes of all threads happen before thread 0's "
     "release\n"
 )
-WAIT = "for (const long long t = clock64(); clock64() - t < {};) {{}}\n"
+# Nothing is read or written earlier than it is.
+WAIT = (
+    "for (const long long t = clock64(); clock64() - t < {};)"
+    ' asm volatile("" ::: "memory");\n'
+)
 PUBLISH = "  uint64_t* slots = state.Slots(mine);\n"
 
 
@@ -800,11 +804,19 @@ _mutation(
     timeout=45,
 )
 _mutation(
-    "entries_of_a_cluster_not_awaited",
+    "entries_of_a_cluster_not_awaited_and_a_cta_held_up",
     CLUSTER,
     "    Await(gather, gathered++ & 1);\n",
     "",
     LEVELS + CLUSTERS,
+    more=(
+        (
+            CLUSTER,
+            "    if (mine > 0) {\n",
+            "    if (mine > 0) {\n" + _delayed("mine == 1", 200000),
+        ),
+    ),
+    timeout=45,
 )
 _mutation(
     "mailbox_of_entries_awaited_at_one_parity",
@@ -996,7 +1008,7 @@ _mutation(
     HANDLERS,
     "    JAX_TOPK_RETURN_IF_ERROR(PrepareClusterTopK(shared_memory_bytes));\n",
     "",
-    LEVELS + CLUSTERS,
+    "test_windows.py::test_windows_of_long_rows_that_are_shared[cluster]",
 )
 _mutation(
     "function_attribute_once_per_process",
