@@ -40,67 +40,12 @@
 
 #include <cooperative_groups.h>
 
-#include "select.cuh"
+#include "cluster.cuh"
 
 namespace jax_topk {
 namespace {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ uint32_t ClusterIndex() {
-  uint32_t index;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-  return index;
-}
-
-// Remote shared memory ------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// The same place in the shared memory of another CTA of the cluster.
-__device__ __forceinline__ uint32_t AddressIn(uint32_t rank, uint32_t address) {
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-// Stores that the mailbox of the receiving CTA counts, in bytes, when they are there.
-__device__ __forceinline__ void Send(uint32_t to, uint32_t word, uint32_t mailbox) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, "
-      "[%2];" ::"r"(to),
-      "r"(word), "r"(mailbox)
-      : "memory");
-}
-__device__ __forceinline__ void Send(uint32_t to, uint64_t entry, uint32_t mailbox) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, "
-      "[%2];" ::"r"(to),
-      "l"(entry), "r"(mailbox)
-      : "memory");
-}
-
-// One thread says how many bytes this phase of a mailbox waits for. They may have come.
-__device__ __forceinline__ void Expect(uint32_t mailbox, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mailbox),
-               "r"(bytes)
-               : "memory");
-}
-
-// Returns when a phase is complete: acquires what was sent.
-__device__ __forceinline__ void Await(uint32_t mailbox, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again;\n"
-      "}" ::"r"(mailbox),
-      "r"(parity)
-      : "memory");
-}
 
 // The exchange between the CTAs of a cluster -------------------------------------------
 
@@ -114,20 +59,6 @@ struct Exchange {
   uint32_t size;
   uint32_t met = 0;       // rows
   uint32_t gathered = 0;  // of them, rows whose entries were sent
-
-  // The first half of barrier 0. The second comes before the first Meet.
-  __device__ void Prepare(const Cta& cta) const {
-    if (threadIdx.x == 0) {
-      for (uint64_t& mailbox : cta.scratch().mailboxes) {
-        asm volatile(
-            "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&mailbox))
-            : "memory");
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    // Relaxed: it publishes the mailboxes, which the fence has released.
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  }
 
   __device__ bool Meet(const Cta& cta, uint32_t k, Reduced* reduced) {
     const uint32_t lane = threadIdx.x & 31;
@@ -218,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       return exchange.Meet(cta, k, reduced);
     };
     const auto prepare = [&] {
-      if (!alone && !prepared) exchange.Prepare(cta);
+      if (!alone && !prepared) PrepareMailboxes(cta);
       prepared |= !alone;
     };
     SelectRow<kMaySort>(cta, params, row, entries,
@@ -242,6 +173,8 @@ Kernel KernelFor(ScoreType type, bool may_sort) {
 }  // namespace
 
 cudaError_t PrepareClusterTopK(int64_t bytes) {
+  const cudaError_t held = PrepareHeldTopK(bytes);
+  if (held != cudaSuccess) return held;
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (bool may_sort : {false, true}) {
       const Kernel kernel = KernelFor(type, may_sort);
@@ -273,6 +206,7 @@ cudaError_t LargestCluster(int64_t bytes, int* ctas) {
 
 cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
                               cudaStream_t stream) {
+  if (Held(params, plan)) return LaunchHeldTopK(params, plan, stream);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(plan.ctas_per_row), 1, 1};

@@ -65,6 +65,7 @@ struct Plan {
   int64_t grid = 0;                 // CTAs launched; they loop over rows beyond that
   int64_t capacity = 0;             // survivors that fit in shared memory
   int64_t num_samples = 0;          // most scores sampled for the threshold
+  bool held = false;                // by the registers of a cluster, where aligned
   int64_t shared_memory_bytes = 0;  // dynamic, of a CTA
   int64_t workspace_bytes_per_row = 0;
   std::string reason;  // in words
@@ -88,6 +89,7 @@ inline constexpr float kLeastMargin = 8.0f;
 inline constexpr int64_t kMaxCtasPerRow = 64;
 inline constexpr int64_t kMaxClusterSize = 16;
 inline constexpr int64_t kMinClusterCapability = 90;
+inline constexpr int64_t kMaxHeldColumns = 32;  // of a thread, of a row that is held
 inline constexpr int64_t kMaxGrid = 1 << 20;
 inline constexpr int64_t kMaxGridRows = 65535;  // where rows are the y of the grid
 
@@ -160,6 +162,13 @@ inline const char* Name(Implementation implementation) {
 // Dynamic shared memory of a CTA: scratch, bins, and the list of survivors (select.cuh).
 inline int64_t SharedMemoryBytes(int64_t capacity) {
   return kScratchBytes + 4 * kNumBins + 8 * capacity;
+}
+
+// What the CTAs of a cluster exchange lies behind the list (held_top_k.cu): bins of 16
+// bits of each CTA, in turns, and some that is smaller.
+inline constexpr int64_t kExchangeScratchBytes = 2048;
+inline int64_t ExchangeBytes(int64_t cluster) {
+  return 2 * 2 * std::min<int64_t>(cluster, 8) * kNumBins + kExchangeScratchBytes;
 }
 
 // Workspace of a row: arrival word, a count and k entries a CTA (row_state.cuh).
@@ -304,7 +313,9 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
       : device.shared_memory_bytes >= (200 << 10) ? kMaxClusterSize
                                                   : 8;
   // The ties of a chunk lie behind k slots (cluster_top_k.cu).
-  const bool has_clusters = largest_cluster > 0 && plan.capacity >= 2 * k;
+  const int64_t cluster_capacity =
+      std::min(plan.capacity, most - CeilDiv(ExchangeBytes(largest_cluster), 8));
+  const bool has_clusters = largest_cluster > 0 && cluster_capacity >= 2 * k;
   int64_t cluster = 1;
   while (has_clusters && 2 * cluster <= largest_cluster &&
          2 * cluster * rows <= (cluster == 1 ? device.num_sms : device.num_sms / 2) &&
@@ -336,10 +347,18 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     if (!has_clusters) {
       return refuse("a cluster needs " + Number(2 * k) +
                     " slots of shared memory for k = " + Number(k) +
-                    " and the device has room for " + Number(plan.capacity));
+                    " and the device has room for " + Number(cluster_capacity));
     }
     plan.implementation = Implementation::kCluster;
     plan.ctas_per_row = cluster;
+    plan.capacity = cluster_capacity / 2 * 2;
+    // Rows are sampled if a number of samples was given.
+    plan.held = geometry.num_samples == 0 && cluster > 1 &&
+                CeilDiv(n, cluster) <= kMaxHeldColumns * kThreads &&
+                rows <= kMaxGrid / cluster;
+    plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
+    plan.shared_memory_bytes =
+        SharedMemoryBytes(plan.capacity) + ExchangeBytes(cluster);
     plan.min_chunk = geometry.ctas_per_row > 0 ? 1 : kMinClusterChunk;
     plan.ctas_per_sm = 1;
     plan.grid = std::min(rows, kMaxGrid / cluster) * cluster;

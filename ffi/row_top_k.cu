@@ -15,21 +15,24 @@
 namespace jax_topk {
 namespace {
 
-// `kAllResident`: no row is too long for SelectResident.
+// `kAllResident`: no row is too long for SelectResident, and each has a CTA. Without a loop
+// over rows the compiler computes nothing before it is needed, or for a row that never
+// comes, which would cost registers and time.
 template <typename Bits, int kCtasPerSm, bool kAllResident, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
   const Cta cta = {capacity};
+  if constexpr (kAllResident) {
+    const int64_t row = blockIdx.x;
+    Rest(cta);
+    SelectResident<kMaySort>(cta, params, row, Row<Bits>(params, row));
+    return;
+  }
   for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
     const Row<Bits> entries(params, row);
-    if constexpr (kAllResident) {
-      Rest(cta);
-      SelectResident<kMaySort>(cta, params, row, entries);
-    } else {
-      SelectRow<kMaySort>(
-          cta, params, row, entries, entries.columns, whole, 0, [] {},
-          [](Reduced*, const Filter&) { return true; });
-    }
+    SelectRow<kMaySort>(
+        cta, params, row, entries, entries.columns, whole, 0, [] {},
+        [](Reduced*, const Filter&) { return true; });
     __syncthreads();
   }
 }
@@ -56,12 +59,12 @@ Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, bool all_resident,
 }
 
 // Rows that start at a vector have no need of one more than they fill.
-bool AllResident(const TopKParams& params, int64_t capacity) {
+bool AllResident(const TopKParams& params, int64_t capacity, int64_t grid) {
   const int64_t per_vector = params.type == ScoreType::kF32 ? 4 : 8;
   const bool aligned = params.n % per_vector == 0 &&
                        reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
   const int64_t most = kTileColumns - (aligned ? 0 : per_vector - 1);
-  return params.n <= std::min(most, capacity);
+  return params.n <= std::min(most, capacity) && params.rows <= grid;
 }
 
 }  // namespace
@@ -84,7 +87,7 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity),
+  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity, plan.grid),
             params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
                              plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));

@@ -288,14 +288,15 @@ struct Vectors {
   }
 };
 
-// kTileColumns columns in the registers of a CTA. The columns of a warp are contiguous.
+// Columns in the registers of a CTA, so many of each thread. The columns of a warp are
+// contiguous.
 inline constexpr uint32_t kPerThread = 16;
 inline constexpr uint32_t kTileColumns = kThreads * kPerThread;
 
-template <typename Bits>
+template <typename Bits, int kColumns = kPerThread>
 struct Tile {
   static constexpr int kPerVector = 16 / sizeof(Bits);
-  static constexpr int kVectors = kPerThread / kPerVector;  // of a thread
+  static constexpr int kVectors = kColumns / kPerVector;  // of a thread
   static constexpr uint32_t kTileVectors = kThreads * kVectors;
 
   uint4 vectors[kVectors];
@@ -352,10 +353,22 @@ struct Tile {
     }
   }
 
-  // f(word, its number among those of this thread, a constant).
+  // Word i of this thread, which need not be a constant.
+  __device__ __forceinline__ uint32_t WordAt(int i) const {
+    uint32_t word = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int e = 0; e < kPerVector; ++e) {
+        if (i == u * kPerVector + e) word = Word(u, e);
+      }
+    }
+    return word;
+  }
   __device__ uint32_t ColumnAt(int i) const {
     return column + VectorOf(i / kPerVector) * kPerVector + i % kPerVector;
   }
+  // f(word, its number among those of this thread, a constant).
   template <typename F>
   __device__ __forceinline__ void ForEach(F&& f) const {
     if (!busy) return;
@@ -446,17 +459,17 @@ struct Cut {
   uint32_t column = kUnknown;
 };
 
-// The bin where the `rank`-th largest of the words counted in the bins falls. Three
-// barriers; before the first, the bins need not be complete.
-__device__ __forceinline__ Bin FindBin(const Cta& cta, uint32_t rank) {
+// The pair of bins that a thread looks at: the first threads those at the top.
+__device__ __forceinline__ uint32_t PairOfBins() { return kThreads - 1 - threadIdx.x; }
+
+// The bin where the `rank`-th largest of the words counted falls. `mine`: the two bins of
+// PairOfBins. Two barriers.
+__device__ __forceinline__ Bin FindBin(const Cta& cta, uint32_t rank, uint2 mine) {
   static_assert(kNumBins == 2 * kThreads);
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t warp = threadIdx.x / 32;
-  const uint2* pairs = reinterpret_cast<const uint2*>(cta.bins());
   uint32_t* totals = cta.scratch().bin_totals;
-  __syncthreads();
   // 1. Warp w sums up the w-th 64 bins from the top.
-  const uint2 mine = pairs[kThreads - 1 - threadIdx.x];
   const uint32_t total = __reduce_add_sync(kFullWarp, mine.x + mine.y);
   if (lane == 0) totals[warp] = total;
   __syncthreads();
@@ -469,13 +482,41 @@ __device__ __forceinline__ Bin FindBin(const Cta& cta, uint32_t rank) {
     const uint32_t above_upper = above_lower - mine.y;
     if (above_upper < rank && rank <= reached) {
       const bool upper = above_lower >= rank;
-      const uint32_t pair = kThreads - 1 - threadIdx.x;
-      cta.scratch().bin = {2 * pair + (upper ? 1 : 0),
+      cta.scratch().bin = {2 * PairOfBins() + (upper ? 1 : 0),
                            upper ? above_upper : above_lower, upper ? mine.y : mine.x};
     }
   }
   __syncthreads();
   return cta.scratch().bin;
+}
+
+// The same for the words counted in the bins. Three barriers; before the first, the bins
+// need not be complete.
+__device__ __forceinline__ Bin FindBin(const Cta& cta, uint32_t rank) {
+  __syncthreads();
+  return FindBin(cta, rank, reinterpret_cast<const uint2*>(cta.bins())[PairOfBins()]);
+}
+
+// The few words that are left to compare, `inside` <= kFew of them, which are in scratch
+// as composites: how many are larger than each, in `ranks`. Two barriers.
+__device__ __forceinline__ void RankPairs(const Cta& cta, uint32_t inside) {
+  Cta::Scratch& scratch = cta.scratch();
+  const uint32_t lane = threadIdx.x & 31;
+  const uint32_t warp = threadIdx.x / 32;
+  if (warp == 0) {
+    if (lane >= inside) scratch.few[lane] = 0;
+    scratch.ranks[lane] = 0;
+  }
+  __syncthreads();
+  Rest(cta);
+  // Each warp compares two with all. No two are equal.
+  static_assert(kFew == 2 * kWarps);
+  const uint64_t one = scratch.few[lane];
+  if (2 * warp < inside) {
+    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&scratch.few[2 * warp]);
+    atomicAdd(&scratch.ranks[lane], (two.x > one ? 1 : 0) + (two.y > one ? 1 : 0));
+  }
+  __syncthreads();
 }
 
 // The end of a select: the `rank`-th largest of the words of which is_candidate says so,
@@ -486,7 +527,6 @@ __device__ __forceinline__ Cut RankFew(const Cta& cta, const Words& words,
                                        IsCandidate&& is_candidate) {
   Cta::Scratch& scratch = cta.scratch();
   const uint32_t lane = threadIdx.x & 31;
-  const uint32_t warp = threadIdx.x / 32;
   // 1. Collect them. A thread hardly ever has two.
   uint32_t mine = 0;
   uint32_t last_word = 0;
@@ -512,20 +552,9 @@ __device__ __forceinline__ Cut RankFew(const Cta& cta, const Words& words,
       });
     }
   }
-  if (warp == 0) {
-    if (lane >= inside) scratch.few[lane] = 0;
-    scratch.ranks[lane] = 0;
-  }
-  __syncthreads();
-  Rest(cta);
-  // 2. Compare all pairs: each warp compares two with all. No two are equal.
-  static_assert(kFew == 2 * kWarps);
+  // 2. Compare all pairs.
+  RankPairs(cta, inside);
   const uint64_t one = scratch.few[lane];
-  if (2 * warp < inside) {
-    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&scratch.few[2 * warp]);
-    atomicAdd(&scratch.ranks[lane], (two.x > one ? 1 : 0) + (two.y > one ? 1 : 0));
-  }
-  __syncthreads();
   // 3. Every warp by itself, a lane for each.
   const bool valid = lane < inside;
   const bool is_last = valid & (scratch.ranks[lane] == rank - 1);
@@ -537,11 +566,38 @@ __device__ __forceinline__ Cut RankFew(const Cta& cta, const Words& words,
           words.Start() + __shfl_sync(kFullWarp, CompositeColumn(one), source)};
 }
 
+// Bins of a range of keys [low, high], low < high: `low` by itself, where a plateau often
+// is, and the rest in bins of equal width.
+struct KeyBins {
+  static constexpr int kLogBins = 10;
+  static_assert(kNumBins == 1 << kLogBins);
+
+  uint32_t low;
+  uint32_t span;
+  int shift;
+
+  // 2^log_bins of them: kNumBins or fewer.
+  __device__ KeyBins(uint32_t low_, uint32_t high, int log_bins = kLogBins)
+      : low(low_), span(high - low_) {
+    shift = max(32 - __clz(static_cast<int>(span)) - log_bins, 0);
+    if ((span - 1) >> shift >= (1u << log_bins) - 1) ++shift;
+  }
+  __device__ bool Has(uint32_t key) const { return key - low <= span; }
+  __device__ uint32_t operator()(uint32_t key) const {
+    return key == low ? 0 : ((key - low - 1) >> shift) + 1;
+  }
+  // The keys of a bin.
+  __device__ void Narrow(uint32_t bin, uint32_t* first, uint32_t* last) const {
+    const uint32_t width = bin == 0 ? 0 : (1u << shift) - 1;
+    *first = low + (bin > 0 ? 1 + ((bin - 1) << shift) : 0);
+    *last = *first + min(width, low + span - *first);
+  }
+};
+
 // The `rank`-th largest key. Requires it to be within [low, high], `inside` words to be
 // in that range, and `above` to be above it.
 //
-//   1. Count the words within [low, high] in bins: `low` by itself, where a plateau
-//      often is, and the rest in bins of equal width.
+//   1. Count the words within [low, high] in bins.
 //   2. From the top, find the bin where the rank falls; it is the new [low, high].
 // Each round narrows the range by a factor of kNumBins: four rounds at worst. Words of
 // a plateau share a bin: the hardware adds up the increments of a warp to one address.
@@ -550,24 +606,17 @@ __device__ __forceinline__ Cut SelectByKey(const Cta& cta, const Words& words,
                                            uint32_t rank, uint32_t above,
                                            uint32_t inside, uint32_t low,
                                            uint32_t high) {
-  constexpr int kBinBits = 10;
-  static_assert(kNumBins == 1 << kBinBits);
   while (low < high) {
     __syncthreads();  // the bins are clear
-    const uint32_t span = high - low;
-    int shift = max(32 - __clz(static_cast<int>(span)) - kBinBits, 0);
-    if ((span - 1) >> shift >= kNumBins - 1) ++shift;
+    const KeyBins bin_of(low, high);
     words.ForEach([&](uint32_t word, int) {
       const uint32_t key = KeyOf(word);
-      const uint32_t bin = key == low ? 0 : ((key - low - 1) >> shift) + 1;
-      if (key - low <= span) atomicAdd(&cta.bins()[bin], 1u);
+      if (bin_of.Has(key)) atomicAdd(&cta.bins()[bin_of(key)], 1u);
     });
     const Bin bin = FindBin(cta, rank - above);
     above += bin.above;
     inside = bin.inside;
-    const uint32_t width = bin.index == 0 ? 0 : (1u << shift) - 1;
-    if (bin.index > 0) low += 1 + ((bin.index - 1) << shift);
-    if (high - low > width) high = low + width;
+    bin_of.Narrow(bin.index, &low, &high);
     if (low < high && inside <= kFew) {
       return RankFew(cta, words, rank - above, above, inside,
                      [&](uint32_t word) { return KeyOf(word) - low <= high - low; });
@@ -586,15 +635,18 @@ struct ValueBins {
   float width, base;    // to the bins, in the lower bits of the mantissa
 
   // `nans_on_top`: NaNs among the words have keys above all others (else: below).
-  __device__ ValueBins(float low, float high, bool nans_on_top) {
+  // `num_bins`: kNumBins or a smaller power of two.
+  __device__ ValueBins(float low, float high, bool nans_on_top,
+                       uint32_t num_bins = kNumBins) {
     const float inverse =
         high >= low ? 1.0f / (high - low) : __uint_as_float(0x7FC00000u);
     scale = nans_on_top ? -inverse : inverse;
     offset = nans_on_top ? high * inverse : -low * inverse;
     // A mantissa of 2^21 leaves two bits behind the point, so that the bits of a sum are
     // the address of a bin's word.
-    width = nans_on_top ? 1.0f - kNumBins : kNumBins - 1.0f;
-    base = nans_on_top ? 2097152.0f + (kNumBins - 1) : 2097152.0f;
+    const float most = static_cast<float>(num_bins - 1);
+    width = nans_on_top ? -most : most;
+    base = nans_on_top ? 2097152.0f + most : 2097152.0f;
   }
 
   __device__ __forceinline__ uint32_t operator()(uint32_t word) const {
@@ -603,6 +655,11 @@ struct ValueBins {
         : "=f"(place)
         : "f"(__uint_as_float(word)), "f"(scale), "f"(offset));
     return (__float_as_uint(fmaf(place, width, base)) & (4 * kNumBins - 4)) / 4;
+  }
+
+  // The same if NaNs may be on both sides, and are to go where infinities go.
+  __device__ __forceinline__ uint32_t OfAny(uint32_t word) const {
+    return (*this)(static_cast<uint32_t>(min(static_cast<int>(word), 0x7F800000)));
   }
 };
 
@@ -690,6 +747,46 @@ __device__ __forceinline__ Cut SelectByValue(const Cta& cta, const Words& words,
   return cut;
 }
 
+// Of the words of a thread, which it holds in registers, those above a bin, and those
+// above or in it: bit i stands for word i.
+struct Marks {
+  uint32_t above = 0;
+  uint32_t reached = 0;
+
+  __device__ __forceinline__ void Add(bool is_above, bool has_reached, int i) {
+    if (is_above) above |= 1u << i;
+    if (has_reached) reached |= 1u << i;
+  }
+  __device__ uint32_t Inside() const { return reached & ~above; }
+};
+
+// Puts the marked words into `few`, as composites of their columns from Start() on, in any
+// order. Returns where the first of this thread is.
+template <typename Words>
+__device__ __forceinline__ uint32_t CollectMarked(const Cta& cta, const Words& words,
+                                                  uint32_t marked, uint64_t* few) {
+  if (marked == 0) return 0;
+  const uint32_t first = atomicAdd(&cta.scratch().num_few, __popc(marked));
+  uint32_t at = first;
+#pragma unroll 1
+  for (; marked != 0; marked &= marked - 1) {
+    const int i = __ffs(marked) - 1;
+    few[at++] = Composite(KeyOf(words.WordAt(i)), words.ColumnAt(i) - words.Start());
+  }
+  return first;
+}
+
+// Those of them that are among the `wanted` largest. `ranks`: of the few.
+__device__ __forceinline__ uint32_t SelectedOf(uint32_t marked, const uint32_t* ranks,
+                                               uint32_t first, uint32_t wanted) {
+  uint32_t selected = 0;
+#pragma unroll 1
+  for (; marked != 0; marked &= marked - 1) {
+    if (ranks[first++] < wanted) selected |= marked & (0 - marked);
+  }
+  return selected;
+}
+
 // Compaction --------------------------------------------------------------------------
 
 // Writes an entry to shared memory at `address`, if a bit of `mask` is set and there is
@@ -712,41 +809,51 @@ __device__ __forceinline__ void StoreEntryIf(uint32_t mask, uint32_t bit,
       : "memory");
 }
 
-// Writes the columns of a tile that pass, as entries in column order, to to[count], ...,
-// as far as to[room - 1], and returns count plus their number. Calls `meanwhile` before
-// the one barrier. In turns: whoever uses totals[turn] again has passed the barrier of the
-// next tile.
-template <typename Bits, typename Passes, typename Meanwhile>
-__device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile<Bits>& tile,
-                                                int turn, uint32_t count, uint64_t* to,
-                                                uint32_t room, Passes&& passes,
-                                                Meanwhile&& meanwhile) {
-  constexpr int kVectors = Tile<Bits>::kVectors;
-  constexpr int kPerVector = Tile<Bits>::kPerVector;
-  const uint32_t warp = threadIdx.x / 32;
-
-  // 1. What passes, as a mask.
+// The columns of a tile that pass: bit i for word i.
+template <typename Tile, typename Passes>
+__device__ __forceinline__ uint32_t MaskOf(const Tile& tile, Passes&& passes) {
   uint32_t mask = 0;
   tile.ForEach([&](uint32_t word, int i) {
     if (passes(word, tile.ColumnAt(i))) mask |= 1u << i;
   });
-  meanwhile();
+  return mask;
+}
 
-  // 2. The counts of the vectors side by side in one word. A field holds the sum over a
+// Writes the columns of a tile that `mask` has, as entries in column order, to to[count],
+// ..., as far as to[room - 1], and returns count plus their number. One barrier. In turns:
+// whoever uses totals[turn] again has passed the barrier of the next tile.
+template <typename Bits, int kColumns>
+__device__ __forceinline__ uint32_t CompactTile(const Cta& cta,
+                                                const Tile<Bits, kColumns>& tile,
+                                                int turn, uint32_t count, uint64_t* to,
+                                                uint32_t room, uint32_t mask) {
+  constexpr int kVectors = Tile<Bits, kColumns>::kVectors;
+  constexpr int kPerVector = Tile<Bits, kColumns>::kPerVector;
+  const uint32_t warp = threadIdx.x / 32;
+
+  // 1. The counts of the vectors side by side in one word. A field holds the sum over a
   // warp, up to 32 * kPerVector.
   constexpr int kField = 32 / kVectors;
-  static_assert(32 * kPerVector < 1 << kField);
+  static_assert(32 * kPerVector < 1ll << kField);
   const auto field = [](uint32_t packed, int u) {
-    return packed >> (u * kField) & ((1u << kField) - 1);
+    return kVectors == 1 ? packed : packed >> (u * kField) & ((1u << kField % 32) - 1);
   };
-  uint32_t mine = mask - (mask >> 1 & 0x5555);
-  mine = (mine & 0x3333) + (mine >> 2 & 0x3333);
-  if constexpr (kPerVector == 4) {
-    mine = (mine | mine << 8) & 0x00FF00FF;
-    mine = (mine | mine << 4) & 0x0F0F0F0F;
+  uint32_t mine = mask;
+  if constexpr (kVectors == 1) {
+    mine = __popc(mask);
+  } else if constexpr (kColumns == 16) {
+    mine = mask - (mask >> 1 & 0x5555);
+    mine = (mine & 0x3333) + (mine >> 2 & 0x3333);
+    if constexpr (kPerVector == 4) {
+      mine = (mine | mine << 8) & 0x00FF00FF;
+      mine = (mine | mine << 4) & 0x0F0F0F0F;
+    } else {
+      mine = (mine & 0x0F0F) + (mine >> 4 & 0x0F0F);
+      mine = (mine | mine << 8) & 0x00FF00FF;
+    }
   } else {
-    mine = (mine & 0x0F0F) + (mine >> 4 & 0x0F0F);
-    mine = (mine | mine << 8) & 0x00FF00FF;
+    static_assert(kVectors == 2);
+    mine = __popc(mask & ((1 << kPerVector) - 1)) | __popc(mask >> kPerVector) << 16;
   }
   uint32_t sum = 0;
   uint32_t of_warp = 0;
@@ -760,7 +867,7 @@ __device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile<Bits>
   cta.scratch().totals[turn][warp] = total;  // all lanes the same
   __syncthreads();
 
-  // 3. Write, where there is something.
+  // 2. Write, where there is something.
   uint32_t all;
   uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
   if (total > 0) {
@@ -799,8 +906,9 @@ __device__ __forceinline__ uint32_t CompactChunk(const Cta& cta,
        base += kTileVectors, turn ^= 1) {
     tile.Mask(chunk, base);
     Tile<Bits> next;
-    count = CompactTile(cta, tile, turn, count, to, room, passes,
-                        [&] { next.Load(chunk, base + kTileVectors); });
+    const uint32_t mask = MaskOf(tile, passes);
+    next.Load(chunk, base + kTileVectors);
+    count = CompactTile(cta, tile, turn, count, to, room, mask);
     tile = next;
   }
   __syncthreads();
@@ -887,6 +995,12 @@ struct Threshold {
         tie(WordOf(key)),
         start(columns.start),
         reach(columns.stop - 1 - columns.start) {}
+
+  // No ties: no column is where they would have to be.
+  __device__ void RefuseTies() {
+    start = 0xC0000000u;
+    reach = 0;
+  }
 
   __device__ bool operator()(uint32_t word, uint32_t column) const {
     return beyond(word) | ((word == tie) & (column - start <= reach));  // no branch
@@ -1372,6 +1486,37 @@ __device__ __forceinline__ void EmitSlots(const TopKParams& params, int64_t row,
   }
 }
 
+// Writes the list's first `kept` entries to the slots of the answer from `first` on.
+template <typename Bits>
+__device__ __forceinline__ void EmitByColumn(const Cta& cta, const TopKParams& params,
+                                             int64_t row, uint32_t first,
+                                             uint32_t kept) {
+  const RowOutput<Bits> out(params, row);
+  if (params.page_table != nullptr) {
+    // Slots in place of columns; the loop below gives each thread the same entries.
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
+      const uint64_t entry = cta.list()[i];
+      const int32_t slot = RowIndex(params, row, EntryColumn(entry));
+      cta.list()[i] = Entry(EntryWord(entry), static_cast<uint32_t>(slot));
+    }
+  }
+  constexpr uint32_t kBatch = 4;
+  for (uint32_t base = threadIdx.x; base < kept; base += kBatch * kThreads) {
+    uint64_t entry[kBatch];
+#pragma unroll
+    for (uint32_t j = 0; j < kBatch; ++j) {
+      const uint32_t i = base + j * kThreads;
+      if (i < kept) entry[j] = cta.list()[i];
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kBatch; ++j) {
+      const uint32_t i = base + j * kThreads;
+      if (i < kept) out(first + i, EntryWord(entry[j]), EntryColumn(entry[j]));
+    }
+  }
+}
+
 // Writes the answer of a row: the list's first `kept` entries, by column as they are or
 // by value, and the padding beyond. `kMaySort`: false in kernels for answers by column
 // only, to which the sort would cost registers.
@@ -1382,29 +1527,7 @@ __device__ __forceinline__ void EmitRow(const Cta& cta, const TopKParams& params
   if (kMaySort && params.sorted) {
     ForEachByValue(cta, kept, out);
   } else {
-    if (params.page_table != nullptr) {
-      // Slots in place of columns; the loop below gives each thread the same entries.
-#pragma unroll 4
-      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
-        const uint64_t entry = cta.list()[i];
-        const int32_t slot = RowIndex(params, row, EntryColumn(entry));
-        cta.list()[i] = Entry(EntryWord(entry), static_cast<uint32_t>(slot));
-      }
-    }
-    constexpr uint32_t kBatch = 4;
-    for (uint32_t base = threadIdx.x; base < kept; base += kBatch * kThreads) {
-      uint64_t entry[kBatch];
-#pragma unroll
-      for (uint32_t j = 0; j < kBatch; ++j) {
-        const uint32_t i = base + j * kThreads;
-        if (i < kept) entry[j] = cta.list()[i];
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < kBatch; ++j) {
-        const uint32_t i = base + j * kThreads;
-        if (i < kept) out(i, EntryWord(entry[j]), EntryColumn(entry[j]));
-      }
-    }
+    EmitByColumn<Bits>(cta, params, row, 0, kept);
   }
   for (uint32_t i = kept + threadIdx.x; i < params.k; i += kThreads) {
     out.values[i] = static_cast<Bits>(PadBits(params.type));
@@ -1491,38 +1614,56 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
     tile.Mask(vectors, 0);
   };
   load();
-  Cut cut = {LeastKey<Bits>(), length, length + 1};  // all of them
-  if (length > kept) {
-    const auto in_memory = [&] {
-      uint32_t* words = reinterpret_cast<uint32_t*>(cta.list());
-      tile.ForEach([&](uint32_t word, int i) {
-        const uint32_t at = tile.ColumnAt(i) - columns.start;
-        if (at < length) words[at] = word;
-      });
-      return PlainWords{words, length, columns.start};
-    };
-    cut = SelectByValue(cta, tile, kept, 0, RangeOf(cta, tile), false, in_memory, load);
-  }
-  const auto keep = [&](int turn, const auto& passes) {
-    CompactTile(cta, tile, turn, 0, cta.list(), kept, passes, [] {});
+  const auto keep = [&](int turn, uint32_t mask) {
+    CompactTile(cta, tile, turn, 0, cta.list(), kept, mask);
     __syncthreads();
   };
-  if (cut.reached == kept) {
-    const Beyond beyond(cut.key - 1);
-    keep(0, [&](uint32_t word, uint32_t) { return beyond(word); });
+  if (length == kept) {
+    keep(0, MaskOf(tile, Threshold(LeastKey<Bits>(), columns)));
+    EmitRow<Bits, kMaySort>(cta, params, row, kept);
+    return;
+  }
+
+  // Like SelectByValue, but what is selected is marked in the same read as the few words
+  // that are left to compare.
+  const Range range = RangeOf(cta, tile);
+  const ValueBins bin_of(range.low, range.high, false);
+  tile.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
+  const Bin bin = FindBin(cta, kept);
+  if (bin.inside <= kFew) {
+    Marks marks;
+    tile.ForEach([&](uint32_t word, int i) {
+      const uint32_t own = bin_of(word);
+      marks.Add(own > bin.index, own >= bin.index, i);
+    });
+    const uint32_t inside = marks.Inside();
+    Cta::Scratch& scratch = cta.scratch();
+    const uint32_t first = CollectMarked(cta, tile, inside, scratch.few);
+    RankPairs(cta, bin.inside);
+    keep(0, marks.above | SelectedOf(inside, scratch.ranks, first, kept - bin.above));
   } else {
+    uint32_t* words = reinterpret_cast<uint32_t*>(cta.list());
+    tile.ForEach([&](uint32_t word, int i) {
+      const uint32_t at = tile.ColumnAt(i) - columns.start;
+      if (at < length) words[at] = word;
+    });
+    Cut cut =
+        SelectInBin(cta, PlainWords{words, length, columns.start}, kept, bin_of, bin);
+    load();
     Threshold threshold(cut.key, columns);
-    if (length > kept && cut.column == Cut::kUnknown) {
-      // Which is the last of the ties that are selected?
-      const Threshold all = threshold;
-      threshold.beyond = Beyond(0xFFFFFFFFu);
-      keep(0, threshold);
-      cut.column = EntryColumn(cta.list()[kept - cut.above - 1]);
-      threshold.beyond = all.beyond;
-      __syncthreads();
+    if (cut.reached > kept) {
+      if (cut.column == Cut::kUnknown) {
+        // Which is the last of the ties that are selected?
+        const Threshold all = threshold;
+        threshold.beyond = Beyond(0xFFFFFFFFu);
+        keep(0, MaskOf(tile, threshold));
+        cut.column = EntryColumn(cta.list()[kept - cut.above - 1]);
+        threshold.beyond = all.beyond;
+        __syncthreads();
+      }
+      threshold.reach = cut.column - columns.start;
     }
-    if (length > kept) threshold.reach = cut.column - columns.start;
-    keep(1, threshold);
+    keep(1, MaskOf(tile, threshold));
   }
   EmitRow<Bits, kMaySort>(cta, params, row, kept);
 }

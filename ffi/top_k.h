@@ -101,11 +101,17 @@ cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* wo
 cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
                               cudaStream_t stream);
 
+// The same for rows that the registers of a cluster hold, of which the caller has asked.
+bool Held(const TopKParams& params, const Plan& plan);
+cudaError_t LaunchHeldTopK(const TopKParams& params, const Plan& plan,
+                           cudaStream_t stream);
+
 // Lifts the limit on dynamic shared memory of every kernel to `bytes` on the current
 // device. To be called once per device, before its first launch.
 cudaError_t PrepareRowTopK(int64_t bytes);
 cudaError_t PrepareSplitTopK(int64_t bytes);
 cudaError_t PrepareClusterTopK(int64_t bytes);
+cudaError_t PrepareHeldTopK(int64_t bytes);
 
 // CTAs of the largest cluster that the current device, prepared, grants; -1: none.
 cudaError_t LargestCluster(int64_t bytes, int* ctas);
