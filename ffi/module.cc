@@ -149,6 +149,7 @@ NB_MODULE(_ffi, module) {
       .def_ro("min_chunk", &Plan::min_chunk)
       .def_ro("grid", &Plan::grid)
       .def_ro("capacity", &Plan::capacity)
+      .def_ro("held", &Plan::held)
       .def_ro("num_samples", &Plan::num_samples)
       .def_ro("shared_memory_bytes", &Plan::shared_memory_bytes)
       .def_ro("workspace_bytes_per_row", &Plan::workspace_bytes_per_row);
