@@ -132,14 +132,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   Exchange exchange = {mine, ctas_per_row};
   bool prepared = false;
   bool started = false;
-  for (int64_t row = ClusterIndex(); row < params.rows; row += rows_at_once) {
+  {
+    const int64_t row = ClusterIndex();
     // 1.
     const Row<Bits> entries(params, row);
     const uint32_t length = entries.Length();
     Cutting cutting = whole.cutting;
     if (length != params.n) cutting = Cutting(length, ctas_per_row, min_chunk);
     const bool alone = cutting.count <= 1 || entries.Resident(capacity);
-    if (alone && mine > 0) continue;
+    if (alone && mine > 0) return;
 
     // 2. to 5.
     const auto meet = [&](Reduced* reduced, const Filter&) {

@@ -385,7 +385,7 @@ __device__ __forceinline__ void SelectTogether(const Cta& cta, const TopKParams&
   const ValueBins bin_of(range.low, range.high, false, exchange.NumBins());
   words.Mask(vectors);
   words.ForEach(
-      [&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of.OfAny(word)], 1u); });
+      [&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(ValueBins::Any(word))], 1u); });
   cooperative_groups::this_cluster().barrier_wait();
   Found together = exchange.Find(cta, k, {});
 
@@ -393,16 +393,18 @@ __device__ __forceinline__ void SelectTogether(const Cta& cta, const TopKParams&
   uint32_t low = 0;
   uint32_t high = 0;
   if (together.inside <= kFewOfCluster) {
+    const float above = ValueBins::BeginOf(together.bin + 1);
+    const float reached = ValueBins::BeginOf(together.bin);
     words.ForEach([&](uint32_t word, int i) {
-      const uint32_t bin = bin_of.OfAny(word);
-      marks.Add(bin > together.bin, bin >= together.bin, i);
+      const float place = bin_of.Place(ValueBins::Any(word));
+      marks.Add(place >= above, place >= reached, i);
     });
   } else {
     // Words crowd in the bin: the rest by key.
     uint32_t min_key = 0xFFFFFFFFu;
     uint32_t max_key = 0;
     words.ForEach([&](uint32_t word, int) {
-      if (bin_of.OfAny(word) == together.bin) {
+      if (bin_of(ValueBins::Any(word)) == together.bin) {
         min_key = min(min_key, KeyOf(word));
         max_key = max(max_key, KeyOf(word));
       }

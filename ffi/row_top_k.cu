@@ -26,14 +26,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int64_t row = blockIdx.x;
     Rest(cta);
     SelectResident<kMaySort>(cta, params, row, Row<Bits>(params, row));
-    return;
-  }
-  for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
-    const Row<Bits> entries(params, row);
-    SelectRow<kMaySort>(
-        cta, params, row, entries, entries.columns, whole, 0, [] {},
-        [](Reduced*, const Filter&) { return true; });
-    __syncthreads();
+  } else {
+    {
+      const int64_t row = blockIdx.x;
+      const Row<Bits> entries(params, row);
+      SelectRow<kMaySort>(
+          cta, params, row, entries, entries.columns, whole, 0, [] {},
+          [](Reduced*, const Filter&) { return true; });
+      __syncthreads();
+    }
   }
 }
 
@@ -87,7 +88,8 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity, plan.grid),
+  KernelFor(params.type, plan.ctas_per_sm,
+            AllResident(params, plan.capacity, plan.grid),
             params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
                              plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));

@@ -649,17 +649,25 @@ struct ValueBins {
     base = nans_on_top ? 2097152.0f + most : 2097152.0f;
   }
 
-  __device__ __forceinline__ uint32_t operator()(uint32_t word) const {
+  // Where a word is: the lower bits of the mantissa are those of its bin, and two more.
+  __device__ __forceinline__ float Place(uint32_t word) const {
     float place;  // NaN becomes 0
     asm("fma.rn.sat.f32 %0, %1, %2, %3;"
         : "=f"(place)
         : "f"(__uint_as_float(word)), "f"(scale), "f"(offset));
-    return (__float_as_uint(fmaf(place, width, base)) & (4 * kNumBins - 4)) / 4;
+    return fmaf(place, width, base);
+  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t word) const {
+    return (__float_as_uint(Place(word)) & (4 * kNumBins - 4)) / 4;
+  }
+  // Words whose place is not below this are in the bin or above it.
+  static __device__ float BeginOf(uint32_t bin) {
+    return __uint_as_float(__float_as_uint(2097152.0f) + 4 * bin);
   }
 
-  // The same if NaNs may be on both sides, and are to go where infinities go.
-  __device__ __forceinline__ uint32_t OfAny(uint32_t word) const {
-    return (*this)(static_cast<uint32_t>(min(static_cast<int>(word), 0x7F800000)));
+  // For NaNs on both sides, which are to go where infinities go.
+  static __device__ __forceinline__ uint32_t Any(uint32_t word) {
+    return static_cast<uint32_t>(min(static_cast<int>(word), 0x7F800000));
   }
 };
 
@@ -1632,9 +1640,11 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
   const Bin bin = FindBin(cta, kept);
   if (bin.inside <= kFew) {
     Marks marks;
+    const float above = ValueBins::BeginOf(bin.index + 1);
+    const float reached = ValueBins::BeginOf(bin.index);
     tile.ForEach([&](uint32_t word, int i) {
-      const uint32_t own = bin_of(word);
-      marks.Add(own > bin.index, own >= bin.index, i);
+      const float place = bin_of.Place(word);
+      marks.Add(place >= above, place >= reached, i);
     });
     const uint32_t inside = marks.Inside();
     Cta::Scratch& scratch = cta.scratch();

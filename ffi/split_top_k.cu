@@ -161,14 +161,15 @@ __global__ void __launch_bounds__(kThreads, 1)
               uint32_t min_chunk, const Workspace workspace) {
   const Cta cta = {capacity};
   const uint32_t mine = blockIdx.x;
-  for (int64_t row = blockIdx.y; row < params.rows; row += gridDim.y) {
+  {
+    const int64_t row = blockIdx.y;
     // 1.
     const Row<Bits> entries(params, row);
     const uint32_t length = entries.Length();
     Cutting cutting = whole.cutting;
     if (length != params.n) cutting = Cutting(length, gridDim.x, min_chunk);
     if (entries.Resident(capacity)) cutting.count = 1;
-    if (mine >= cutting.count) continue;
+    if (mine >= cutting.count) return;
 
     // 2. to 5.
     const Columns columns = cutting.ChunkOf(entries.columns, mine);

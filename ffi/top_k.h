@@ -51,11 +51,12 @@ struct Window {
 // [0, n], and a negative length is an empty row. A column that no page holds is outside
 // every window, so that nobody reads past a page table.
 JAX_TOPK_HOST_DEVICE Window RowWindow(const TopKParams& params, int64_t row) {
+  const int64_t end = params.n - params.unpaged;
+  if (params.starts == nullptr && params.lengths == nullptr) return {0, end};
   const auto clamp = [](int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
   };
   const int64_t start = params.starts == nullptr ? 0 : params.starts[row];
-  const int64_t end = params.n - params.unpaged;
   Window window;
   window.start = clamp(start, 0, end);
   window.stop = end;
