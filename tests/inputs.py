@@ -67,6 +67,13 @@ SAMPLERS_IN_THE_SOURCES = {
         "place = __umulhi(fraction, vectors.num_whole);",
         "first = vectors.data + vectors.first_whole * Sampling::kGroup;",
     ),
+    "held_top_k.cu": (
+        "kParts = kThreads / 4; constexpr int kLogParts = 7;",
+        "part = threadIdx.x / 4;",
+        "fraction = part << (32 - kLogParts) | part * 2654435761u >> kLogParts;",
+        "place = __umulhi(fraction, length - 3) + (threadIdx.x & 3);",
+        "entries.data + entries.columns.start + place",
+    ),
 }
 
 
@@ -89,6 +96,64 @@ def columns_that_cuda_samples(length, num_samples):
     place = fraction * np.uint64(length // group) >> np.uint64(32)
     first = np.uint64(group) * place
     return (first[:, None] + np.arange(group, dtype=np.uint64)).ravel()
+
+
+def columns_that_held_samples(length):
+    """Those of a window, from its start, that a range is guessed from: 512 of them."""
+    part = np.arange(128, dtype=np.uint64)
+    hashed = part * np.uint64(2654435761) & np.uint64(2**32 - 1)
+    fraction = part << np.uint64(25) | hashed >> np.uint64(7)
+    place = fraction * np.uint64(length - 3) >> np.uint64(32)
+    return (place[:, None] + np.arange(4, dtype=np.uint64)).ravel().astype(np.int64)
+
+
+def against_the_guess(n, k):
+    """Rows, with labels, whose guessed range is far from the k-th largest, or none.
+
+    The columns that are looked at hold one thing, all the others another.
+    """
+    columns = columns_that_held_samples(n)
+    rng = generator("against the guess", n, k)
+    ordinary = rng.standard_normal((n,)).astype(np.float32)
+    ties = rng.integers(0, 9, n).astype(np.float32)
+    largest = np.finfo(np.float32).max
+    sampled = {
+        "winners elsewhere": ordinary[columns] - 100,
+        "winners and no others": ordinary[columns] + 100,
+        # Fewer than k that have a place in a range.
+        "too high": np.where(
+            np.arange(len(columns)) < k // 2, np.resize([50, 51], len(columns)), -np.inf
+        ),
+        "too low": np.resize([-50, -51], len(columns)),
+        "all equal": 0.25,
+        "all equal and above": 7.5,
+        "minus zeros": -0.0,
+        "two neighbours": np.resize([1, 1 + 2.0**-23], len(columns)),
+        "denormals": np.resize(as_floats([1, 2, 3, 0x80000001]), len(columns)),
+        "both largest": np.resize([largest, -largest], len(columns)),
+        "inf": np.inf,
+        "minus inf": -np.inf,
+        "nans": as_floats([0x7FC00000]),
+        "negative nans": as_floats([0xFFC00000]),
+        "least of all": as_floats([0xFFFFFFFF]),
+        "one finite": np.where(np.arange(len(columns)) == 77, 0.5, np.inf),
+        "special": np.resize(
+            as_floats([0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0, 1 << 31]),
+            len(columns),
+        ),
+    }
+    labels, rows = [], []
+    for base_name, base in (("ordinary", ordinary), ("ties", ties)):
+        for name, values in sampled.items():
+            row = base.copy()
+            row[columns] = values
+            rows.append(row)
+            labels.append(f"{base_name}, {name}")
+    return labels, np.stack(rows)
+
+
+def as_floats(bits):
+    return np.asarray(bits, np.uint32).view(np.float32)
 
 
 def against_the_sample(n, num_samples):

@@ -41,6 +41,7 @@ def main():
         (implementations.Implementation("split", "cuda", (4, 256, 0, 0, 0)), 1000),
         (implementations.Implementation("split", "cuda"), 400_009),
         (implementations.Implementation("row", "cuda"), 20_011),
+        (implementations.Implementation("cluster", "cuda", (4, 256, 64, 0, 0)), 1000),
         (implementations.Implementation("cluster", "cuda", (4, 256, 0, 0, 0)), 1000),
         (implementations.Implementation("cluster", "cuda"), 131_072),
     ):

@@ -69,6 +69,7 @@ def main():
         implementations.Implementation("split", "cuda"),
         implementations.Implementation("row", "cuda"),
         implementations.Implementation("cluster", "cuda", (4, 1, 16, 8, 0)),
+        implementations.Implementation("cluster", "cuda", (4, 1, 0, 0, 0)),
         implementations.Implementation("cluster", "cuda"),
     ):
         if bent.name == "cluster" and implementations.why_no_clusters():

@@ -49,7 +49,9 @@ def answer(pages):
         ("split", (4, 1, 16, 8, 0), False),
         ("split", (3, 256, 0, 0, 0), True),
         ("cluster", (4, 1, 16, 8, 0), False),
-        ("cluster", (2, 256, 0, 4, 0), True),
+        ("cluster", (2, 256, 64, 4, 0), True),
+        ("cluster", (4, 1, 0, 0, 0), False),  # held: no number of samples
+        ("cluster", (2, 1, 0, 0, 0), True),
     ):
         if name == "cluster" and why_no_clusters():
             continue

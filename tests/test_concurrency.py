@@ -19,6 +19,7 @@ SPLIT = Implementation("split", "cuda", (6, 200, 0, 0, 0))
 OVERFLOWING = Implementation("split", "cuda", (8, 1, 16, 24, 0))
 ROW = Implementation("row", "cuda", (0, 1, 16, 3, 2))
 CLUSTER = Implementation("cluster", "cuda", (4, 200, 64, 12, 0))
+HELD = Implementation("cluster", "cuda", (4, 1, 0, 0, 0))
 HAS_CLUSTERS = pytest.mark.gpu(clusters=True)
 
 
@@ -62,7 +63,8 @@ def test_two_calls_side_by_side_in_ten_thousand_steps():
 def test_clusters_beside_other_calls_in_two_thousand_steps():
     given = batches(1000)
     operands = jax.device_put(given[:2], CLUSTER.device)
-    for program in (scanned(CLUSTER, SPLIT), scanned(CLUSTER, CLUSTER)):
+    for other in (SPLIT, CLUSTER, HELD):
+        program = scanned(CLUSTER, other)
         check_all(program(*operands), given)
 
 
@@ -86,7 +88,7 @@ def test_threads_that_share_an_executable_and_threads_with_their_own():
     ("name", "bent"),
     [
         pytest.param("split", (SPLIT, OVERFLOWING), id="split"),
-        pytest.param("cluster", (CLUSTER, SPLIT), id="cluster", marks=HAS_CLUSTERS),
+        pytest.param("cluster", (CLUSTER, HELD), id="cluster", marks=HAS_CLUSTERS),
     ],
 )
 def test_while_another_stream_holds_the_sms(name, bent, per_sm):

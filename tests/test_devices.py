@@ -35,7 +35,8 @@ SMALL = ["GB10", "L4", "RTX 4090", "L20", "least that the kernels accept"]
 def geometry_of(made):
     """A plan as a geometry given by hand."""
     ctas = 0 if made.implementation == "row" else made.ctas_per_row
-    return (ctas, made.capacity, made.num_samples, made.grid, made.ctas_per_sm)
+    samples = 0 if made.held else made.num_samples
+    return (ctas, made.capacity, samples, made.grid, made.ctas_per_sm)
 
 
 # Plans --------------------------------------------------------------------------------

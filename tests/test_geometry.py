@@ -31,12 +31,18 @@ GEOMETRIES = [
     ("split", (16, 700, 16384, 0, 0)),
     ("split", (64, 1, 33, 0, 0)),
     # With a grid of few clusters each of these goes through many rows.
-    ("cluster", (2, 0, 0, 0, 0)),
+    ("cluster", (2, 0, 0, 0, 0)),  # all rows are the leader's
     ("cluster", (4, 1, 16, 8, 0)),
     ("cluster", (8, 256, 64, 0, 0)),
     ("cluster", (16, 1, 4, 0, 0)),
     ("cluster", (8, 700, 16384, 16, 0)),
     ("cluster", (1, 1, 1, 2, 0)),
+    ("cluster", (4, 0, 2048, 0, 0)),
+    # Held by the registers of a cluster, for which no number of samples asks.
+    ("cluster", (2, 1, 0, 0, 0)),
+    ("cluster", (4, 1, 0, 0, 0)),
+    ("cluster", (16, 1, 0, 0, 0)),
+    ("cluster", (8, 1, 0, 0, 0)),
 ]
 BENT = [
     pytest.param(
@@ -57,6 +63,7 @@ def test_the_planner_keeps_to_a_geometry_given_by_hand(name, geometry):
     assert made.capacity == max(capacity, least) if capacity else made.capacity > N
     assert made.num_samples <= max(samples, 4) or not samples
     assert made.grid == grid or not grid
+    assert made.held == (name == "cluster" and ctas > 1 and samples == 0)
 
 
 @functools.cache
@@ -108,7 +115,9 @@ LARGEST = [
     Implementation("row", "cuda", (0, 0, 0, 2, 2)),
     Implementation("split", "cuda", (5, 1, 1, 10, 0)),
     Implementation("cluster", "cuda", (4, 1, 1, 8, 0)),
-    Implementation("cluster", "cuda", (16, 0, 0, 0, 0)),
+    Implementation("cluster", "cuda", (16, 0, 2048, 0, 0)),
+    Implementation("cluster", "cuda", (16, 0, 0, 0, 0)),  # held
+    Implementation("cluster", "cuda", (2, 1, 0, 0, 0)),
 ]
 
 

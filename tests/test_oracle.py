@@ -209,6 +209,11 @@ def test_a_sample_sees_what_the_adversaries_show_it():
         first = columns[::run]
         assert (first > part[:-1] - run).all() and (first <= part[1:]).all()
         assert columns.max() < n and len(np.unique(columns)) > 2020
+    columns = inputs.columns_that_held_samples(n)
+    first = columns[::4]
+    part = np.arange(129) * n // 128
+    assert (first > part[:-1] - run).all() and (first <= part[1:]).all()
+    assert columns.max() < n and len(np.unique(columns)) == 512
     labels, scores = inputs.against_the_sample(n, 2048)
     high = scores[labels.index("columns_that_cpu_samples 2048 high")]
     low = scores[labels.index("columns_that_cpu_samples 2048 low")]
@@ -228,6 +233,28 @@ def test_the_adversaries_mislead_a_sample_in_either_direction(n, num_samples):
             threshold = np.sort(row[columns])[-rank]
             passed = (row > threshold).sum(), (row >= threshold).sum()
             assert passed[1] < k if label.endswith("high") else passed[0] > most
+
+
+@pytest.mark.parametrize(("n", "k"), [(5003, 300), (30_011, 2048)])
+def test_the_adversaries_mislead_a_guess_in_every_direction(n, k):
+    """As the kernels make it: the k-th largest is above it, below, or in a crowd."""
+    columns = inputs.columns_that_held_samples(n)
+    scores = inputs.against_the_guess(n, k)[1]
+    above = below = none = crowded = 0
+    for row in scores:
+        sample = row[columns]
+        sample = sample[np.isfinite(sample)].astype(np.float64)
+        keys = np.sort(oracle.total_order(row))[::-1]
+        (kth,) = row[oracle.total_order(row) == keys[k - 1]][:1]
+        none += len(sample) == 0
+        if len(sample) > 0:
+            width = sample.max() - sample.min()
+            above += kth > sample.max() + 0.5 * width
+            below += kth < sample.min() - 0.5 * width
+            if np.isfinite(kth) and width > 0:
+                # More than are compared, in a bin or a little more of it.
+                crowded += (abs(row - kth) < width / 1024).sum() > 64
+    assert min(above, below, none, crowded) >= 2, (above, below, none, crowded)
 
 
 def test_distributions_are_what_their_names_say():

@@ -157,7 +157,9 @@ def test_offsets_are_the_first_slot_of_each_sequence(implementation):
         check(result, scores, k, table, INT_MAX, lengths, page_stride=1)
 
 
-@pytest.mark.parametrize("geometry", [(4, 0, 0, 0, 0), (5, 1, 16, 10, 0)], ids=str)
+@pytest.mark.parametrize(
+    "geometry", [(4, 0, 0, 0, 0), (4, 0, 2048, 0, 0), (5, 1, 16, 10, 0)], ids=str
+)
 @pytest.mark.parametrize("name", implementations.kernels())
 def test_pages_under_a_bent_geometry(name, geometry):
     bent = implementations.Implementation(name, "cuda", geometry)

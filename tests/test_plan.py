@@ -55,6 +55,9 @@ def assert_fits(made, device, rows, k, dtype):
         assert made.ctas_per_row in (1, 2, 4, 8, 16)[: 5 if granted > 200_000 else 4]
         assert made.grid % made.ctas_per_row == 0
         assert made.capacity >= 2 * k  # survivors below k, ties behind them
+        exchanged = made.shared_memory_bytes - 5120 - 8 * made.capacity
+        # In turns bins of all CTAs, 16 bits each, the fewer the more CTAs; and scratch.
+        assert exchanged == 2 * 2 * 1024 * min(made.ctas_per_row, 8) + 2048
     else:
         assert made.ctas_per_row >= 1
         assert made.grid % made.ctas_per_row == 0
@@ -125,6 +128,42 @@ def test_a_cluster_is_the_power_of_two_below_what_was_given(geometry, ctas):
         bent = [geometry, 0, 0, 0, 0]
         made = plan(device, 9, 5003, 64, implementation="cluster", geometry=bent)
         assert made.ctas_per_row == min(ctas, largest) and made.min_chunk == 1
+
+
+@hypothesis.given(
+    st.sampled_from(["H200", "B200", "GB10"]),
+    scale(1 << 21),
+    scale(1 << 20),
+    native_ks,
+    geometries | st.tuples(st.integers(0, 20), *[st.just(0)] * 4),
+)
+def test_rows_are_held_where_a_cluster_has_the_registers(device, rows, n, k, geometry):
+    for name in ("", "cluster", "row", "split"):
+        made = plan(device, rows, n, k, implementation=name, geometry=geometry)
+        assert made.held == (
+            made.implementation == "cluster"
+            and geometry[2] == 0  # no number of samples was given
+            and made.ctas_per_row > 1
+            and -(-n // made.ctas_per_row) <= 32 * made.num_threads
+            and rows <= (1 << 20) // made.ctas_per_row  # all at once
+        )
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "n", "held"),
+    [
+        ("H200", 1, 131_072, True),
+        ("H200", 1, 262_144, True),
+        ("H200", 1, 262_145, False),
+        ("H200", 64, 32_768, True),
+        ("H200", 64, 32_769, False),
+        ("GB10", 1, 131_072, True),
+        ("GB10", 1, 131_073, False),
+        ("A100", 1, 131_072, False),
+    ],
+)
+def test_what_the_registers_of_the_largest_cluster_hold(device, rows, n, held):
+    assert plan(device, rows, n, 2048).held == held
 
 
 @hypothesis.given(devices, rows, widths, native_ks, dtypes, geometries)

@@ -22,11 +22,12 @@ SPLIT = Implementation("split", "cuda", (4, 256, 0, 0, 0))
 OVERFLOWING = Implementation("split", "cuda", (5, 1, 16, 10, 0))
 ROW = Implementation("row", "cuda", (0, 1, 16, 2, 2))
 CLUSTER = Implementation("cluster", "cuda", (4, 1, 16, 8, 0))
+HELD = Implementation("cluster", "cuda", (4, 1, 0, 0, 0))
 EACH = pytest.mark.parametrize(
     "bent",
     [
         pytest.param(bent, id=str(bent), marks=bent.mark)
-        for bent in (SPLIT, OVERFLOWING, ROW, CLUSTER)
+        for bent in (SPLIT, OVERFLOWING, ROW, CLUSTER, HELD)
     ],
 )
 

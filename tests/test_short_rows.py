@@ -134,7 +134,8 @@ def test_short_rows_between_those_that_are_shared(implementation, dtype):
     "bent",
     implementations.parameters(
         [
-            Implementation("cluster", "cuda", (8, 0, 0, 16, 0)),
+            Implementation("cluster", "cuda", (8, 0, 2048, 16, 0)),
+            Implementation("cluster", "cuda", (8, 0, 0, 0, 0)),
             Implementation("cluster", "cuda", (4, 1, 16, 4, 0)),
             Implementation("split", "cuda", (8, 0, 0, 16, 0)),
             Implementation("row", "cuda", (0, 0, 0, 3, 2)),
