@@ -3,7 +3,10 @@
 // `cluster`: the CTAs of a thread block cluster share a row, and meet in the shared memory
 // of one of them, the leader. No workspace. Compute capability 9.0 and newer.
 //
-// Protocol of the kernel, per row:
+// This kernel filters rows that are too long for the registers of a cluster; what those
+// can hold is for held_top_k.cu.
+//
+// Protocol of the kernel, one row a cluster:
 //   1. The CTAs of the cluster cut the row's window into chunks of equal size. A row that
 //      one CTA can keep whole is the leader's alone: it answers and nobody meets.
 //   2. Each CTA draws the same sample of the row, so that all find the same filter, reads
@@ -13,30 +16,20 @@
 //      there, to the leader's shared memory. The leader waits for them.
 //   5. The leader selects exactly, writes in order, pads. If what survived is fewer than k
 //      or more than fits, nobody sends, and it selects from the row itself.
-//
-// To send is an asynchronous store that a mailbox of the receiver (an mbarrier) counts in
-// bytes when it is there. A mailbox goes from phase to phase: one is complete when the
-// receiver has said how many bytes it expects and as many have come. A CTA has three, two
-// for numbers, in turns from row to row, and one for entries.
+// Numbers and entries go to a mailbox each (cluster.cuh).
 //
 // Why it holds.
 //   - All CTAs of a cluster are resident together: the hardware starts them so, or not at
 //     all. So they may wait for each other, and what each of them sends and expects agrees:
 //     whether a row is met for depends on the row's window, and whether entries are sent on
 //     the numbers that all have.
-//   - To wait for a phase acquires what was sent in it.
 //   - Nobody sends to a CTA before it has its mailboxes (barrier 0: the fence releases
-//     them, the wait acquires), nor after it has ended: it waits for the numbers of all in
-//     its last row, and the leader for all entries.
-//   - No phase is completed by what belongs to another. Numbers of row r + 2 go to the
-//     mailbox of row r, but whoever sends them has had those of row r + 1 from all, and each
-//     sent these after its own phase of row r. Entries of a row are sent when the leader has
-//     sent its numbers of that row, after it had all entries of the row before.
-//   - Nothing is overwritten that is still read. The numbers of row r are read before the
-//     barriers of row r + 1. The leader's list is written by others when it has sent its
-//     numbers, so after it has answered the row before; and never where its own survivors
-//     are, nor, as its ties lie from position k on and are wanted only if fewer than k
-//     columns survive, where its ties are.
+//     them, the wait acquires), nor after it has ended: it waits for the numbers of all,
+//     and the leader for all entries.
+//   - Nothing is overwritten that is still read. The leader's list is written by others
+//     when it has sent its numbers, so after it has filtered; and never where its own
+//     survivors are, nor, as its ties lie from position k on and are wanted only if fewer
+//     than k columns survive, where its ties are.
 
 #include <cooperative_groups.h>
 
@@ -47,75 +40,62 @@ namespace {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The exchange between the CTAs of a cluster -------------------------------------------
-
 // A number that no CTA counts: what it kept is not all that survived.
 constexpr uint32_t kIncomplete = 0xFFFFFFFFu;
 
-// Phases 3 and 4 of row after row. False for all but the leader, or what the leader has in
-// its list.
-struct Exchange {
-  uint32_t mine;
-  uint32_t size;
-  uint32_t met = 0;       // rows
-  uint32_t gathered = 0;  // of them, rows whose entries were sent
+// Steps 3 and 4, of CTA `mine` of `size`. False for all but the leader, or what the leader
+// has in its list.
+__device__ bool Meet(const Cta& cta, uint32_t mine, uint32_t size, uint32_t k,
+                     Reduced* reduced) {
+  const uint32_t lane = threadIdx.x & 31;
+  uint32_t* counts = cta.scratch().counts;
+  const uint32_t for_numbers = SharedAddress(&cta.scratch().mailboxes[0]);
+  const uint32_t for_entries = SharedAddress(&cta.scratch().mailboxes[1]);
 
-  __device__ bool Meet(const Cta& cta, uint32_t k, Reduced* reduced) {
-    const uint32_t lane = threadIdx.x & 31;
-    const uint32_t turn = met & 1;
-    const uint32_t parity = met >> 1 & 1;
-    ++met;
-    uint32_t* counts = cta.scratch().counts[turn];
-    const uint32_t mailbox = SharedAddress(&cta.scratch().mailboxes[turn]);
-
-    // 3. Survivors in the lower half of a word, ties in the upper.
-    if (threadIdx.x == 0) Expect(mailbox, size * sizeof(uint32_t));
-    if (threadIdx.x < size) {
-      Send(AddressIn(threadIdx.x, SharedAddress(&counts[mine])),
-           reduced->exact ? kIncomplete : reduced->ties << 16 | reduced->survivors,
-           AddressIn(threadIdx.x, mailbox));
-    }
-    Await(mailbox, parity);
-
-    static_assert(kMaxClusterSize <= 32);
-    const uint32_t count = lane < size ? counts[lane] : 0;
-    const bool incomplete = __any_sync(kFullWarp, count == kIncomplete);
-    const uint32_t survivors = count & 0xFFFF;
-    const uint32_t ties = count >> 16;
-    const uint32_t all_survivors = __reduce_add_sync(kFullWarp, survivors);
-    const uint32_t all_ties = __reduce_add_sync(kFullWarp, ties);
-    if (incomplete || all_survivors + all_ties < k || all_survivors > cta.capacity) {
-      *reduced = {0, 0, 0, false};
-      return mine == 0;
-    }
-
-    // 4.
-    const uint32_t wanted = all_survivors < k ? k - all_survivors : 0;
-    const uint32_t gather = SharedAddress(&cta.scratch().mailboxes[2]);
-    if (mine > 0) {
-      const bool before = lane < mine;
-      const uint32_t at = __reduce_add_sync(kFullWarp, before ? survivors : 0);
-      const uint32_t ties_at = __reduce_add_sync(kFullWarp, before ? ties : 0);
-      const uint32_t list = AddressIn(0, SharedAddress(cta.list()));
-      const uint32_t box = AddressIn(0, gather);
-      for (uint32_t i = threadIdx.x; i < reduced->survivors; i += kThreads) {
-        Send(list + 8 * (at + i), cta.list()[i], box);
-      }
-      const uint32_t sent = min(reduced->ties, wanted - min(ties_at, wanted));
-      for (uint32_t i = threadIdx.x; i < sent; i += kThreads) {
-        Send(list + 8 * (k + ties_at + i), cta.list()[reduced->ties_at + i], box);
-      }
-      return false;
-    }
-    const uint32_t own = reduced->survivors + min(reduced->ties, wanted);
-    if (threadIdx.x == 0) {
-      Expect(gather, 8 * (all_survivors + wanted - own));
-    }
-    Await(gather, gathered++ & 1);
-    *reduced = {all_survivors, wanted, k, false};
-    return true;
+  // 3. Survivors in the lower half of a word, ties in the upper.
+  if (threadIdx.x == 0) Expect(for_numbers, size * sizeof(uint32_t));
+  if (threadIdx.x < size) {
+    Send(AddressIn(threadIdx.x, SharedAddress(&counts[mine])),
+         reduced->exact ? kIncomplete : reduced->ties << 16 | reduced->survivors,
+         AddressIn(threadIdx.x, for_numbers));
   }
-};
+  Await(for_numbers, 0);
+
+  static_assert(kMaxClusterSize <= 32);
+  const uint32_t count = lane < size ? counts[lane] : 0;
+  const bool incomplete = __any_sync(kFullWarp, count == kIncomplete);
+  const uint32_t survivors = count & 0xFFFF;
+  const uint32_t ties = count >> 16;
+  const uint32_t all_survivors = __reduce_add_sync(kFullWarp, survivors);
+  const uint32_t all_ties = __reduce_add_sync(kFullWarp, ties);
+  if (incomplete || all_survivors + all_ties < k || all_survivors > cta.capacity) {
+    *reduced = {0, 0, 0, false};
+    return mine == 0;
+  }
+
+  // 4.
+  const uint32_t wanted = all_survivors < k ? k - all_survivors : 0;
+  if (mine > 0) {
+    const bool before = lane < mine;
+    const uint32_t at = __reduce_add_sync(kFullWarp, before ? survivors : 0);
+    const uint32_t ties_at = __reduce_add_sync(kFullWarp, before ? ties : 0);
+    const uint32_t list = AddressIn(0, SharedAddress(cta.list()));
+    const uint32_t box = AddressIn(0, for_entries);
+    for (uint32_t i = threadIdx.x; i < reduced->survivors; i += kThreads) {
+      Send(list + 8 * (at + i), cta.list()[i], box);
+    }
+    const uint32_t sent = min(reduced->ties, wanted - min(ties_at, wanted));
+    for (uint32_t i = threadIdx.x; i < sent; i += kThreads) {
+      Send(list + 8 * (k + ties_at + i), cta.list()[reduced->ties_at + i], box);
+    }
+    return false;
+  }
+  const uint32_t own = reduced->survivors + min(reduced->ties, wanted);
+  if (threadIdx.x == 0) Expect(for_entries, 8 * (all_survivors + wanted - own));
+  Await(for_entries, 0);
+  *reduced = {all_survivors, wanted, k, false};
+  return true;
+}
 
 #endif
 
@@ -127,37 +107,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Cta cta = {capacity};
   const auto cluster = cooperative_groups::this_cluster();
   const uint32_t mine = cluster.block_rank();
-  const int64_t rows_at_once = gridDim.x / ctas_per_row;
+  const int64_t row = ClusterIndex();
   const uint32_t k = static_cast<uint32_t>(params.k);
-  Exchange exchange = {mine, ctas_per_row};
-  bool prepared = false;
-  bool started = false;
-  {
-    const int64_t row = ClusterIndex();
-    // 1.
-    const Row<Bits> entries(params, row);
-    const uint32_t length = entries.Length();
-    Cutting cutting = whole.cutting;
-    if (length != params.n) cutting = Cutting(length, ctas_per_row, min_chunk);
-    const bool alone = cutting.count <= 1 || entries.Resident(capacity);
-    if (alone && mine > 0) return;
 
-    // 2. to 5.
-    const auto meet = [&](Reduced* reduced, const Filter&) {
-      if (alone) return true;
-      if (!started) cluster.barrier_wait();
-      started = true;
-      return exchange.Meet(cta, k, reduced);
-    };
-    const auto prepare = [&] {
-      if (!alone && !prepared) PrepareMailboxes(cta);
-      prepared |= !alone;
-    };
-    SelectRow<kMaySort>(cta, params, row, entries,
-                        cutting.ChunkOf(entries.columns, mine), whole, k, prepare,
-                        meet);
-    __syncthreads();
-  }
+  // 1.
+  const Row<Bits> entries(params, row);
+  const uint32_t length = entries.Length();
+  Cutting cutting = whole.cutting;
+  if (length != params.n) cutting = Cutting(length, ctas_per_row, min_chunk);
+  const bool alone = cutting.count <= 1 || entries.Resident(capacity);
+  if (alone && mine > 0) return;
+
+  // 2. to 5.
+  const auto prepare = [&] {
+    if (!alone) PrepareMailboxes(cta);
+  };
+  const auto meet = [&](Reduced* reduced, const Filter&) {
+    if (alone) return true;
+    cluster.barrier_wait();
+    return Meet(cta, mine, ctas_per_row, k, reduced);
+  };
+  SelectRow<kMaySort, true>(cta, params, row, entries,
+                            cutting.ChunkOf(entries.columns, mine), whole, k, prepare,
+                            meet);
 #endif
 }
 

@@ -384,8 +384,9 @@ __device__ __forceinline__ void SelectTogether(const Cta& cta, const TopKParams&
   const Range range = GuessRange(cta, sample, length, k);
   const ValueBins bin_of(range.low, range.high, false, exchange.NumBins());
   words.Mask(vectors);
-  words.ForEach(
-      [&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(ValueBins::Any(word))], 1u); });
+  words.ForEach([&](uint32_t word, int) {
+    atomicAdd(&cta.bins()[bin_of(ValueBins::Any(word))], 1u);
+  });
   cooperative_groups::this_cluster().barrier_wait();
   Found together = exchange.Find(cta, k, {});
 

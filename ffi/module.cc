@@ -117,7 +117,7 @@ Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype
   if (given != 0 && given != kGeometryFields) {
     throw nb::value_error(
         "geometry has 5 numbers: ctas_per_row, capacity, num_samples, "
-        "grid, ctas_per_sm");
+        "one that is not used, ctas_per_sm");
   }
   for (size_t i = 0; i < given; ++i) fields[i] = nb::cast<int64_t>(geometry[i]);
   return MakePlan(problem, device, requested,

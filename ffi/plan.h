@@ -50,8 +50,8 @@ struct Device {
 struct Geometry {
   int64_t ctas_per_row = 0;
   int64_t capacity = 0;
-  int64_t num_samples = 0;
-  int64_t grid = 0;
+  int64_t num_samples = 0;  // and rows are sampled that a cluster could hold
+  int64_t unused = 0;       // a number of every stored call
   int64_t ctas_per_sm = 0;
 };
 inline constexpr int64_t kGeometryFields = 5;
@@ -62,7 +62,7 @@ struct Plan {
   int64_t ctas_per_sm = 0;          // that the registers are shared out to
   int64_t ctas_per_row = 0;         // most that share a row; short rows use fewer
   int64_t min_chunk = 0;            // columns below which a further CTA does not pay
-  int64_t grid = 0;                 // CTAs launched; they loop over rows beyond that
+  int64_t grid = 0;                 // CTAs
   int64_t capacity = 0;             // survivors that fit in shared memory
   int64_t num_samples = 0;          // most scores sampled for the threshold
   bool held = false;                // by the registers of a cluster, where aligned
@@ -90,8 +90,9 @@ inline constexpr int64_t kMaxCtasPerRow = 64;
 inline constexpr int64_t kMaxClusterSize = 16;
 inline constexpr int64_t kMinClusterCapability = 90;
 inline constexpr int64_t kMaxHeldColumns = 32;  // of a thread, of a row that is held
-inline constexpr int64_t kMaxGrid = 1 << 20;
-inline constexpr int64_t kMaxGridRows = 65535;  // where rows are the y of the grid
+inline constexpr int64_t kMaxGrid = 2147483647;
+inline constexpr int64_t kMaxGridRows =
+    65535;  // in y, where rows are y and z of the grid
 
 // Planner thresholds ------------------------------------------------------------------
 
@@ -105,11 +106,14 @@ inline constexpr int64_t kLongRowCapacity = 12288;
 // Up to here one CTA reads a row about as fast as several can meet in the workspace.
 inline constexpr int64_t kMinSplitColumns = 49152;
 inline constexpr int64_t kMinChunk = 8192;
-// The same for a cluster, which meets sooner: one CTA and a cluster take 7.7 and 8.3 us
-// at 1 x 16384, 9.3 and 8.5 us at 1 x 24576. Two CTAs gain less than more do: 10.1 and
-// 10.6 us at 32 x 24576, 11.5 and 11.4 us at 64 x 32768.
-inline constexpr int64_t kMinClusterColumns = 20480;
-inline constexpr int64_t kMinPairColumns = 32768;
+// A cluster pays as soon as one CTA cannot keep a row: one and four CTAs take 7.5 and
+// 6.7 us at 1 x 10240, 7.7 and 6.5 us at 1 x 16384. Two gain less, and nothing where
+// half of the SMs are busy as it is: one and two CTAs take 8.2 and 7.7 us at 32 x 16384,
+// but 10.9 and 11.7 us at 64 x 32768, 14.0 and 12.9 us at 64 x 49152.
+inline constexpr int64_t kMinPairColumns = 40960;
+// Each CTA of a larger cluster has less to do and more to wait for: 4 and 8 CTAs take 6.5
+// and 6.9 us at 1 x 16384, 7.4 and 7.1 us at 1 x 20480; 8 and 16 take 6.9 and 7.3 us at
+// 1 x 32768, 7.7 and 7.5 us at 1 x 40960.
 inline constexpr int64_t kMinClusterChunk = 4096;
 // From here on the more CTAs that `split` can share a row among outweigh the time they
 // take to meet: cluster and split take 15.7 and 16.8 us at 4 x 524288 (32768 columns a
@@ -264,6 +268,10 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     return refuse("the kernels select at most " + Number(kMaxK) +
                   " of a row, and k is " + Number(problem.k));
   }
+  if (problem.rows > kMaxGrid) {
+    return refuse("the kernels take at most " + Number(kMaxGrid) + " rows, not " +
+                  Number(problem.rows));
+  }
   if (device.shared_memory_bytes < kMinSharedMemoryBytes) {
     return refuse("the kernels need " + Number(kMinSharedMemoryBytes) +
                   " bytes of shared memory a block and the device grants " +
@@ -283,7 +291,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
       n > kLongRow ? std::max(kLongRowCapacity, 4 * k) : std::max(kCapacity, 3 * k);
   if (geometry.capacity > 0) wanted = geometry.capacity;
   if (requested == Implementation::kCluster) wanted = std::max(wanted, 2 * k);
-  plan.capacity = std::clamp(wanted, least, most);
+  plan.capacity = std::clamp(wanted, least, most) / 2 * 2;  // entries are read in pairs
   plan.shared_memory_bytes = SharedMemoryBytes(plan.capacity);
   plan.num_samples = NumSamples(n, k, plan.capacity);
   if (geometry.num_samples > 0) {
@@ -319,10 +327,11 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   int64_t cluster = 1;
   while (has_clusters && 2 * cluster <= largest_cluster &&
          2 * cluster * rows <= (cluster == 1 ? device.num_sms : device.num_sms / 2) &&
-         n >= 2 * cluster * kMinClusterChunk) {
+         (cluster < 4 || n > cluster * kMinClusterChunk)) {
     cluster *= 2;
   }
-  if (n < (cluster > 2 ? kMinClusterColumns : kMinPairColumns)) cluster = 1;
+  const bool pairs_pay = n >= kMinPairColumns || 4 * rows <= device.num_sms;
+  if (n <= kCapacity || (cluster == 2 && !pairs_pay)) cluster = 1;
 
   if (geometry.ctas_per_row > 0) {
     ctas = std::min(geometry.ctas_per_row, kMaxCtasPerRow);
@@ -331,6 +340,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
       cluster *= 2;
     plan.min_chunk = 1;
   }
+  while (cluster * rows > kMaxGrid) cluster /= 2;
   const bool clustered = requested == Implementation::kCluster ||
                          (chosen_here && cluster > 1 &&
                           (CeilDiv(n, cluster) <= kMaxClusterChunk || cluster >= ctas));
@@ -354,14 +364,13 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     plan.capacity = cluster_capacity / 2 * 2;
     // Rows are sampled if a number of samples was given.
     plan.held = geometry.num_samples == 0 && cluster > 1 &&
-                CeilDiv(n, cluster) <= kMaxHeldColumns * kThreads &&
-                rows <= kMaxGrid / cluster;
+                CeilDiv(n, cluster) <= kMaxHeldColumns * kThreads;
     plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
     plan.shared_memory_bytes =
         SharedMemoryBytes(plan.capacity) + ExchangeBytes(cluster);
     plan.min_chunk = geometry.ctas_per_row > 0 ? 1 : kMinClusterChunk;
     plan.ctas_per_sm = 1;
-    plan.grid = std::min(rows, kMaxGrid / cluster) * cluster;
+    plan.grid = rows * cluster;
     plan.reason = !chosen_here
                       ? "asked for by name"
                       : Columns(problem) + " leave SMs idle with one CTA a row (" +
@@ -375,7 +384,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     // SM: 256 x 131072 in 70.5 and 69.4 us, 1024 x 8192 in 76 and 61, 256 x 1048576 in
     // 352 and 383).
     plan.ctas_per_sm = rows <= device.num_sms || n > kLongRow ? 1 : 2;
-    plan.grid = std::min(rows, kMaxGrid);
+    plan.grid = rows;
     plan.reason = !chosen_here ? "asked for by name"
                   : n < kMinSplitColumns
                       ? Number(n) + " columns are few enough for one CTA a row"
@@ -401,7 +410,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     }
     plan.ctas_per_row = ctas;
     plan.ctas_per_sm = 1;
-    plan.grid = std::min(rows, kMaxGridRows) * ctas;
+    plan.grid = rows * ctas;
     plan.reason = !chosen_here
                       ? "asked for by name"
                       : Columns(problem) + " leave SMs idle with one CTA a row (" +
@@ -411,11 +420,6 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   plan.num_threads = kThreads;
   if (geometry.ctas_per_sm > 0 && plan.implementation == Implementation::kRow) {
     plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
-  }
-  if (geometry.grid > 0) {
-    plan.grid =
-        std::min(plan.grid, std::max<int64_t>(geometry.grid / plan.ctas_per_row, 1) *
-                                plan.ctas_per_row);
   }
   if (!known)
     plan.reason += "; the device is not known here, so this is the portable plan";

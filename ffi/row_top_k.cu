@@ -3,38 +3,47 @@
 // `row`: one CTA a row. Any device; prefill, short rows, and the fallback where little
 // shared memory is granted.
 //
-// Protocol of the kernel, per row (select.cuh has the phases):
+// Protocol of the kernel, one row a CTA (select.cuh has the phases):
 //   1. Read the window; a row no longer than k is copied.
 //   2. A row that fits is loaded whole. A longer one is sampled for a threshold and
 //      read once, keeping what passes.
 //   3. Select exactly among what was kept; write it in order; pad.
-// A barrier separates the rows of a CTA: nothing in shared memory outlives its row.
+// No kernel of ours loops over rows: what the compiler then computes ahead for all of them
+// fills the registers, and the time of a row is that of its instructions (docs/design.md).
 
 #include "select.cuh"
 
 namespace jax_topk {
 namespace {
 
-// `kAllResident`: no row is too long for SelectResident, and each has a CTA. Without a loop
-// over rows the compiler computes nothing before it is needed, or for a row that never
-// comes, which would cost registers and time.
+// `kAllResident`: no row is too long for SelectResident.
 template <typename Bits, int kCtasPerSm, bool kAllResident, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
   const Cta cta = {capacity};
+  const int64_t row = blockIdx.x;
   if constexpr (kAllResident) {
-    const int64_t row = blockIdx.x;
+    const uint32_t n = static_cast<uint32_t>(params.n);
+    // Where rows are of whole vectors, the row is on its way before its window is known.
+    const Bits* data = static_cast<const Bits*>(params.scores) + row * params.n;
+    Tile<Bits> tile;
+    if (whole.aligned) tile.LoadRow(data, n);
     Rest(cta);
-    SelectResident<kMaySort>(cta, params, row, Row<Bits>(params, row));
-  } else {
-    {
-      const int64_t row = blockIdx.x;
-      const Row<Bits> entries(params, row);
-      SelectRow<kMaySort>(
-          cta, params, row, entries, entries.columns, whole, 0, [] {},
-          [](Reduced*, const Filter&) { return true; });
-      __syncthreads();
+    const Row<Bits> entries(params, row);
+    if (whole.aligned) {
+      tile.Restrict(entries.columns, n);
+      SelectResident<kMaySort>(cta, params, row, entries.columns, tile, [&] {
+        tile.LoadRow(data, n);
+        tile.Restrict(entries.columns, n);
+      });
+    } else {
+      SelectResident<kMaySort>(cta, params, row, entries);
     }
+  } else {
+    const Row<Bits> entries(params, row);
+    SelectRow<kMaySort, true>(
+        cta, params, row, entries, entries.columns, whole, 0, [] {},
+        [](Reduced*, const Filter&) { return true; });
   }
 }
 
@@ -60,12 +69,12 @@ Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, bool all_resident,
 }
 
 // Rows that start at a vector have no need of one more than they fill.
-bool AllResident(const TopKParams& params, int64_t capacity, int64_t grid) {
+bool AllResident(const TopKParams& params, int64_t capacity) {
   const int64_t per_vector = params.type == ScoreType::kF32 ? 4 : 8;
   const bool aligned = params.n % per_vector == 0 &&
                        reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
   const int64_t most = kTileColumns - (aligned ? 0 : per_vector - 1);
-  return params.n <= std::min(most, capacity) && params.rows <= grid;
+  return params.n <= std::min(most, capacity);
 }
 
 }  // namespace
@@ -88,8 +97,7 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm,
-            AllResident(params, plan.capacity, plan.grid),
+  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity),
             params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
                              plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));

@@ -3,7 +3,7 @@
 // `split`: several CTAs a row, which meet in the row state (row_state.cuh). Any device;
 // few and long rows.
 //
-// Protocol of the kernel, per row:
+// Protocol of the kernel, one row for as many CTAs as the grid has in x:
 //   1. The CTAs of a row cut its window into chunks of equal size. A row that one CTA
 //      can load whole is that CTA's alone: it answers and nobody touches the row state.
 //   2. Each CTA installs the tag in the row state and draws the same sample of the row,
@@ -14,7 +14,8 @@
 //   5. The last gathers what was published, selects exactly, writes in order, pads. If
 //      fewer than k columns were published (the sample was too high) it selects from
 //      the row itself; if more than fit, from the row state.
-// A barrier separates the rows of a CTA.
+
+#include <algorithm>
 
 #include "row_state.cuh"
 #include "select.cuh"
@@ -56,7 +57,7 @@ __device__ void Publish(const Cta& cta, const RowState& state, uint32_t mine,
     reduced.ties = 0;
   } else {
     if (count > state.k) {
-      SelectInList(cta, count, state.k, filter.range, columns);
+      SelectInList<false>(cta, count, state.k, filter.range, columns);
       count = reduced.survivors = state.k;
     }
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) slots[i] = cta.list()[i];
@@ -161,36 +162,34 @@ __global__ void __launch_bounds__(kThreads, 1)
               uint32_t min_chunk, const Workspace workspace) {
   const Cta cta = {capacity};
   const uint32_t mine = blockIdx.x;
-  {
-    const int64_t row = blockIdx.y;
-    // 1.
-    const Row<Bits> entries(params, row);
-    const uint32_t length = entries.Length();
-    Cutting cutting = whole.cutting;
-    if (length != params.n) cutting = Cutting(length, gridDim.x, min_chunk);
-    if (entries.Resident(capacity)) cutting.count = 1;
-    if (mine >= cutting.count) return;
+  const int64_t row = int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+  if (row >= params.rows) return;
+  // 1.
+  const Row<Bits> entries(params, row);
+  const uint32_t length = entries.Length();
+  Cutting cutting = whole.cutting;
+  if (length != params.n) cutting = Cutting(length, gridDim.x, min_chunk);
+  if (entries.Resident(capacity)) cutting.count = 1;
+  if (mine >= cutting.count) return;
 
-    // 2. to 5.
-    const Columns columns = cutting.ChunkOf(entries.columns, mine);
-    const auto state = [&] {
-      return RowState(workspace, row, static_cast<uint32_t>(params.k));
-    };
-    uint64_t seen = 0;
-    const auto install = [&] {
-      if (cutting.count > 1) seen = state().Install(workspace.tag);
-    };
-    const auto meet = [&](Reduced* reduced, const Filter& filter) {
-      if (cutting.count == 1) return true;
-      Publish(cta, state(), mine, columns, *reduced, filter);
-      const bool last =
-          state().Arrive(workspace.tag, seen, cutting.count, &cta.scratch().flag);
-      if (last) *reduced = Gather(cta, state(), cutting.count, entries.columns);
-      return last;
-    };
-    SelectRow<true>(cta, params, row, entries, columns, whole, 0, install, meet);
-    __syncthreads();
-  }
+  // 2. to 5.
+  const Columns columns = cutting.ChunkOf(entries.columns, mine);
+  const auto state = [&] {
+    return RowState(workspace, row, static_cast<uint32_t>(params.k));
+  };
+  uint64_t seen = 0;
+  const auto install = [&] {
+    if (cutting.count > 1) seen = state().Install(workspace.tag);
+  };
+  const auto meet = [&](Reduced* reduced, const Filter& filter) {
+    if (cutting.count == 1) return true;
+    Publish(cta, state(), mine, columns, *reduced, filter);
+    const bool last =
+        state().Arrive(workspace.tag, seen, cutting.count, &cta.scratch().flag);
+    if (last) *reduced = Gather(cta, state(), cutting.count, entries.columns);
+    return last;
+  };
+  SelectRow<true, false>(cta, params, row, entries, columns, whole, 0, install, meet);
 }
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
@@ -215,8 +214,9 @@ cudaError_t PrepareSplitTopK(int64_t bytes) {
 cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* workspace,
                             int64_t workspace_bytes_per_row, uint64_t tag,
                             cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(plan.ctas_per_row),
-                  static_cast<unsigned>(plan.grid / plan.ctas_per_row));
+  const int64_t y = std::min(params.rows, kMaxGridRows);
+  const dim3 grid(static_cast<unsigned>(plan.ctas_per_row), static_cast<unsigned>(y),
+                  static_cast<unsigned>((params.rows + y - 1) / y));
   KernelFor(params.type)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.min_chunk),
