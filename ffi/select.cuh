@@ -70,8 +70,9 @@ struct Cta {
     uint32_t max_keys[kWarps];
     alignas(16) uint64_t few[kFew];  // composites
     uint32_t ranks[kFew];            // how many of them are larger
-    uint32_t num_few;
-    Bin bin;           // that FindBin has found
+    // Read as 16 bytes: nothing that may be written meanwhile lies beside it.
+    alignas(16) Bin bin;  // that FindBin has found
+    alignas(16) uint32_t num_few;
     uint32_t min_key;  // extremes of the keys met
     uint32_t max_key;
     uint32_t column;  // of the last tie selected
