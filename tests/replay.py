@@ -65,10 +65,10 @@ def replay(bent, rows, n, k, ragged, sorted):
 def main():
     for bent in (
         implementations.Implementation("split", "cuda", (4, 256, 0, 0, 0)),
-        implementations.Implementation("split", "cuda", (3, 1, 16, 6, 0)),
+        implementations.Implementation("split", "cuda", (3, 1, 16, 0, 0)),
         implementations.Implementation("split", "cuda"),
         implementations.Implementation("row", "cuda"),
-        implementations.Implementation("cluster", "cuda", (4, 1, 16, 8, 0)),
+        implementations.Implementation("cluster", "cuda", (4, 1, 16, 0, 0)),
         implementations.Implementation("cluster", "cuda", (4, 1, 0, 0, 0)),
         implementations.Implementation("cluster", "cuda"),
     ):

@@ -44,12 +44,12 @@ def answer(pages):
     starts = np.array([0, 3, 0, 100, 5, 690], np.int32)
     done = 0
     for name, geometry, paged in (
-        ("row", (0, 1, 16, 2, 2), False),
-        ("row", (0, 0, 0, 3, 1), True),
-        ("split", (4, 1, 16, 8, 0), False),
+        ("row", (0, 1, 16, 0, 2), False),
+        ("row", (0, 0, 0, 0, 1), True),
+        ("split", (4, 1, 16, 0, 0), False),
         ("split", (3, 256, 0, 0, 0), True),
-        ("cluster", (4, 1, 16, 8, 0), False),
-        ("cluster", (2, 256, 64, 4, 0), True),
+        ("cluster", (4, 1, 16, 0, 0), False),
+        ("cluster", (2, 256, 64, 0, 0), True),
         ("cluster", (4, 1, 0, 0, 0), False),  # held: no number of samples
         ("cluster", (2, 1, 0, 0, 0), True),
     ):

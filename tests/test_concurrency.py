@@ -16,9 +16,9 @@ pytestmark = pytest.mark.gpu
 
 N, K, ROWS = 1200, 32, 6
 SPLIT = Implementation("split", "cuda", (6, 200, 0, 0, 0))
-OVERFLOWING = Implementation("split", "cuda", (8, 1, 16, 24, 0))
-ROW = Implementation("row", "cuda", (0, 1, 16, 3, 2))
-CLUSTER = Implementation("cluster", "cuda", (4, 200, 64, 12, 0))
+OVERFLOWING = Implementation("split", "cuda", (8, 1, 16, 0, 0))
+ROW = Implementation("row", "cuda", (0, 1, 16, 0, 2))
+CLUSTER = Implementation("cluster", "cuda", (4, 200, 64, 0, 0))
 HELD = Implementation("cluster", "cuda", (4, 1, 0, 0, 0))
 HAS_CLUSTERS = pytest.mark.gpu(clusters=True)
 

@@ -19,9 +19,9 @@ from implementations import Implementation
 INT_MIN = -(2**31)
 N, K = 1000, 48
 SPLIT = Implementation("split", "cuda", (4, 256, 0, 0, 0))
-OVERFLOWING = Implementation("split", "cuda", (5, 1, 16, 10, 0))
-ROW = Implementation("row", "cuda", (0, 1, 16, 2, 2))
-CLUSTER = Implementation("cluster", "cuda", (4, 1, 16, 8, 0))
+OVERFLOWING = Implementation("split", "cuda", (5, 1, 16, 0, 0))
+ROW = Implementation("row", "cuda", (0, 1, 16, 0, 2))
+CLUSTER = Implementation("cluster", "cuda", (4, 1, 16, 0, 0))
 HELD = Implementation("cluster", "cuda", (4, 1, 0, 0, 0))
 EACH = pytest.mark.parametrize(
     "bent",

@@ -12,19 +12,19 @@ import pytest
 from implementations import Implementation, parameters
 
 N, K = 5003, 300
-# CTAs a row, capacity, samples, grid, CTAs an SM. In order: rows in registers, a list
-# that most samples are right for, one that overflows; the same for shared rows. Each
-# cluster that samples goes through many rows; the last hold them.
+# CTAs a row, capacity, samples, nothing, CTAs an SM. In order: rows in registers, a
+# list that most samples are right for, one that overflows; the same for shared rows.
+# The last hold them.
 GEOMETRIES = [
-    ("row", (0, 0, 0, 2, 1)),
-    ("row", (0, 700, 16384, 4, 1)),
-    ("row", (0, 1, 1, 3, 0)),
-    ("split", (2, 2048, 0, 4, 0)),
+    ("row", (0, 0, 0, 0, 1)),
+    ("row", (0, 700, 16384, 0, 1)),
+    ("row", (0, 1, 1, 0, 0)),
+    ("split", (2, 2048, 0, 0, 0)),
     ("split", (3, 1, 0, 0, 0)),
-    ("cluster", (4, 2048, 2048, 4, 0)),
-    ("cluster", (2, 2048, 2048, 4, 0)),
-    ("cluster", (2, 1, 1, 2, 0)),
-    ("cluster", (4, 1, 64, 8, 0)),
+    ("cluster", (4, 2048, 2048, 0, 0)),
+    ("cluster", (2, 2048, 2048, 0, 0)),
+    ("cluster", (2, 1, 1, 0, 0)),
+    ("cluster", (4, 1, 64, 0, 0)),
     ("cluster", (4, 1, 0, 0, 0)),
     ("cluster", (16, 1, 0, 0, 0)),
 ]
