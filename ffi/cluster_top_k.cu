@@ -99,7 +99,7 @@ __device__ bool Meet(const Cta& cta, uint32_t mine, uint32_t size, uint32_t k,
 
 #endif
 
-template <typename Bits, bool kMaySort>
+template <typename Bits, bool kMaySort, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1)
     ClusterTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
                 uint32_t ctas_per_row, uint32_t min_chunk) {
@@ -127,20 +127,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster.barrier_wait();
     return Meet(cta, mine, ctas_per_row, k, reduced);
   };
-  SelectRow<kMaySort, true>(cta, params, row, entries,
-                            cutting.ChunkOf(entries.columns, mine), whole, k, prepare,
-                            meet);
+  SelectRow<kMaySort, true, kTiles>(cta, params, row, entries,
+                                    cutting.ChunkOf(entries.columns, mine), whole, k,
+                                    prepare, meet);
 #endif
 }
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         uint32_t);
 
-Kernel KernelFor(ScoreType type, bool may_sort) {
-  if (type == ScoreType::kF32) {
-    return may_sort ? ClusterTopK<uint32_t, true> : ClusterTopK<uint32_t, false>;
+template <typename Bits>
+Kernel KernelOf(bool may_sort, bool long_chunks) {
+  if (may_sort) {
+    return long_chunks ? ClusterTopK<Bits, true, 2> : ClusterTopK<Bits, true, 1>;
   }
-  return may_sort ? ClusterTopK<uint16_t, true> : ClusterTopK<uint16_t, false>;
+  return long_chunks ? ClusterTopK<Bits, false, 2> : ClusterTopK<Bits, false, 1>;
+}
+
+Kernel KernelFor(ScoreType type, bool may_sort, bool long_chunks) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(may_sort, long_chunks)
+                                 : KernelOf<uint16_t>(may_sort, long_chunks);
 }
 
 }  // namespace
@@ -149,8 +155,8 @@ cudaError_t PrepareClusterTopK(int64_t bytes) {
   const cudaError_t held = PrepareHeldTopK(bytes);
   if (held != cudaSuccess) return held;
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
-    for (bool may_sort : {false, true}) {
-      const Kernel kernel = KernelFor(type, may_sort);
+    for (int variant = 0; variant < 4; ++variant) {
+      const Kernel kernel = KernelFor(type, variant % 2 != 0, variant / 2 != 0);
       cudaError_t error = cudaFuncSetAttribute(
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
       if (error != cudaSuccess) return error;
@@ -166,7 +172,7 @@ cudaError_t LargestCluster(int64_t bytes, int* ctas) {
   *ctas = -1;
   // The driver may have compiled this kernel from code for older devices, where it is empty.
   cudaFuncAttributes attributes;
-  const Kernel kernel = KernelFor(ScoreType::kF32, true);
+  const Kernel kernel = KernelFor(ScoreType::kF32, true, true);
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess || attributes.ptxVersion < kMinClusterCapability)
     return error;
@@ -191,7 +197,7 @@ cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(
-      &config, KernelFor(params.type, params.sorted), params,
+      &config, KernelFor(params.type, params.sorted, plan.long_chunks), params,
       static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.ctas_per_row), static_cast<uint32_t>(plan.min_chunk));
 }

@@ -27,10 +27,12 @@
 //   - Nobody sends to a CTA before it has its mailboxes (barrier 0), nor after it has ended:
 //     it has had from all whatever all send to all, and the leader awaits the answer.
 //   - No phase is completed by what belongs to another, and nothing is overwritten that is
-//     still read. What all send in turn t + 2 goes where that of turn t went; but whoever
-//     sends it has had that of turn t + 1 from all, and each sends that behind a barrier,
-//     when all its threads have read what came in turn t. The leader's list is written by
-//     others behind its own columns, when it has sent what they needed to know their place.
+//     still read. Bins are sent in every other turn at most, and so are extremes and few
+//     words. What all send in turn t + 2 goes where that of turn t went; but whoever sends
+//     it has had that of turn t + 1 from all, and each sends that behind a barrier, when
+//     all its threads have read what came in turn t. The leader's list is written by others
+//     behind its own columns, when it has sent what they needed to know their place; the
+//     ties that it counts there are fewer than its own columns.
 
 #include <cooperative_groups.h>
 
@@ -84,24 +86,21 @@ struct Exchange {
   // The bins that are counted: the fewer the more there is to send.
   __device__ int LogBins() const { return KeyBins::kLogBins - (size > 8 ? 1 : 0); }
   __device__ uint32_t NumBins() const { return 1u << LogBins(); }
-  // Those of all, [size][NumBins()], each with 16 bits. In turns.
-  __device__ uint16_t* Bins(uint32_t turn) const {
+  // Those of all, [size][NumBins()], each with 16 bits.
+  __device__ uint16_t* Bins() const {
     char* bins = dynamic_shared_memory + shared + kExchangeScratchBytes;
-    return reinterpret_cast<uint16_t*>(bins) + turn * size * NumBins();
+    return reinterpret_cast<uint16_t*>(bins);
   }
 
   // The mailbox whose turn it is, told to wait for `bytes`.
   struct Turn {
-    uint32_t number;
     uint32_t mailbox;
     uint32_t parity;
 
     __device__ void Wait() const { Await(mailbox, parity); }
   };
   __device__ Turn Next(const Cta& cta, uint32_t bytes) {
-    const uint32_t number = met & 1;
-    const Turn turn = {number, SharedAddress(&cta.scratch().mailboxes[number]),
-                       met >> 1 & 1};
+    const Turn turn = {SharedAddress(&cta.scratch().mailboxes[met & 1]), met >> 1 & 1};
     ++met;
     if (threadIdx.x == 0) Expect(turn.mailbox, bytes);
     return turn;
@@ -118,7 +117,7 @@ struct Exchange {
     const uint4 high = bins[1];
     const uint4 packed = make_uint4(low.x | low.y << 16, low.z | low.w << 16,
                                     high.x | high.y << 16, high.z | high.w << 16);
-    uint16_t* all = Bins(turn.number);
+    uint16_t* all = Bins();
     const uint32_t to = SharedAddress(all + mine * NumBins() + 8 * vector);
     for (uint32_t first = threadIdx.x - vector; first < size * vectors;
          first += kThreads) {

@@ -16,13 +16,13 @@
 namespace jax_topk {
 namespace {
 
-// `kAllResident`: no row is too long for SelectResident.
-template <typename Bits, int kCtasPerSm, bool kAllResident, bool kMaySort>
+// `kTiles`: that are filtered at a time; 0: no row is too long for SelectResident.
+template <typename Bits, int kCtasPerSm, int kTiles, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
   const Cta cta = {capacity};
   const int64_t row = blockIdx.x;
-  if constexpr (kAllResident) {
+  if constexpr (kTiles == 0) {
     const uint32_t n = static_cast<uint32_t>(params.n);
     // Where rows are of whole vectors, the row is on its way before its window is known.
     const Bits* data = static_cast<const Bits*>(params.scores) + row * params.n;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   } else {
     const Row<Bits> entries(params, row);
-    SelectRow<kMaySort, true>(
+    SelectRow<kMaySort, true, kTiles>(
         cta, params, row, entries, entries.columns, whole, 0, [] {},
         [](Reduced*, const Filter&) { return true; });
   }
@@ -49,23 +49,23 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows);
 
-// With all the registers of an SM a CTA can afford to have the sort in its code.
+// With all the registers of an SM a CTA can afford to have the sort in its code, and two
+// tiles at a time.
 template <typename Bits>
-Kernel KernelOf(int64_t ctas_per_sm, bool all_resident, bool may_sort) {
+Kernel KernelOf(int64_t ctas_per_sm, int tiles, bool may_sort) {
   if (ctas_per_sm == 1) {
-    return all_resident ? RowTopK<Bits, 1, true, true> : RowTopK<Bits, 1, false, true>;
+    return tiles == 0   ? RowTopK<Bits, 1, 0, true>
+           : tiles == 1 ? RowTopK<Bits, 1, 1, true>
+                        : RowTopK<Bits, 1, 2, true>;
   }
-  if (may_sort) {
-    return all_resident ? RowTopK<Bits, 2, true, true> : RowTopK<Bits, 2, false, true>;
-  }
-  return all_resident ? RowTopK<Bits, 2, true, false> : RowTopK<Bits, 2, false, false>;
+  if (may_sort)
+    return tiles == 0 ? RowTopK<Bits, 2, 0, true> : RowTopK<Bits, 2, 1, true>;
+  return tiles == 0 ? RowTopK<Bits, 2, 0, false> : RowTopK<Bits, 2, 1, false>;
 }
 
-Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, bool all_resident,
-                 bool may_sort) {
-  return type == ScoreType::kF32
-             ? KernelOf<uint32_t>(ctas_per_sm, all_resident, may_sort)
-             : KernelOf<uint16_t>(ctas_per_sm, all_resident, may_sort);
+Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, int tiles, bool may_sort) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(ctas_per_sm, tiles, may_sort)
+                                 : KernelOf<uint16_t>(ctas_per_sm, tiles, may_sort);
 }
 
 // Rows that start at a vector have no need of one more than they fill.
@@ -82,10 +82,10 @@ bool AllResident(const TopKParams& params, int64_t capacity) {
 cudaError_t PrepareRowTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t ctas_per_sm : {1, 2}) {
-      for (bool all_resident : {false, true}) {
+      for (int tiles : {0, 1, 2}) {
         for (bool may_sort : {false, true}) {
           const cudaError_t error = cudaFuncSetAttribute(
-              KernelFor(type, ctas_per_sm, all_resident, may_sort),
+              KernelFor(type, ctas_per_sm, tiles, may_sort),
               cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
           if (error != cudaSuccess) return error;
         }
@@ -97,7 +97,8 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  KernelFor(params.type, plan.ctas_per_sm, AllResident(params, plan.capacity),
+  const int tiles = AllResident(params, plan.capacity) ? 0 : plan.long_chunks ? 2 : 1;
+  KernelFor(params.type, plan.ctas_per_sm, tiles,
             params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
                              plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));

@@ -857,100 +857,161 @@ __device__ __forceinline__ uint32_t MaskOf(const Tile& tile, Passes&& passes) {
   return mask;
 }
 
-// Writes the columns of a tile that `mask` has, as entries in column order, to to[count],
-// ..., as far as to[room - 1], and returns count plus their number. One barrier. In turns:
-// whoever uses totals[turn] again has passed the barrier of the next tile.
+// The columns of a tile that a mask has, counted. All lanes of a warp, no barrier.
 template <typename Tile>
-__device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile& tile,
-                                                int turn, uint32_t count, uint64_t* to,
-                                                uint32_t room, uint32_t mask) {
-  constexpr int kVectors = Tile::kVectors;
-  constexpr int kPerVector = Tile::kPerVector;
-  const uint32_t warp = threadIdx.x / 32;
-
-  // 1. The counts of the vectors side by side in one word. A field holds the sum over a
+struct Counted {
+  static constexpr int kVectors = Tile::kVectors;
+  static constexpr int kPerVector = Tile::kPerVector;
+  // The counts of the vectors are side by side in one word. A field holds the sum over a
   // warp, up to 32 * kPerVector.
-  constexpr int kField = 32 / kVectors;
+  static constexpr int kField = 32 / kVectors;
   static_assert(32 * kPerVector < 1ll << kField);
-  const auto field = [](uint32_t packed, int u) {
+
+  uint32_t mask;
+  uint32_t mine;
+  uint32_t sum;      // up to this lane
+  uint32_t of_warp;  // of all lanes
+
+  static __device__ __forceinline__ uint32_t Field(uint32_t packed, int u) {
     return kVectors == 1 ? packed : packed >> (u * kField) & ((1u << kField % 32) - 1);
-  };
-  uint32_t mine = mask;
-  if constexpr (kVectors == 1) {
-    mine = __popc(mask);
-  } else if constexpr (kVectors == 4 && kPerVector == 2) {
-    mine = mask - (mask >> 1 & 0x55);
-    mine = (mine | mine << 12) & 0x000F000F;
-    mine = (mine | mine << 6) & 0x03030303;
-  } else if constexpr (kVectors * kPerVector == 16) {
-    mine = mask - (mask >> 1 & 0x5555);
-    mine = (mine & 0x3333) + (mine >> 2 & 0x3333);
-    if constexpr (kPerVector == 4) {
-      mine = (mine | mine << 8) & 0x00FF00FF;
-      mine = (mine | mine << 4) & 0x0F0F0F0F;
-    } else {
-      mine = (mine & 0x0F0F) + (mine >> 4 & 0x0F0F);
-      mine = (mine | mine << 8) & 0x00FF00FF;
-    }
-  } else {
-    static_assert(kVectors == 2);
-    mine = __popc(mask & ((1 << kPerVector) - 1)) | __popc(mask >> kPerVector) << 16;
   }
-  uint32_t sum = 0;
-  uint32_t of_warp = 0;
-  uint32_t total = 0;
-  if (__any_sync(kFullWarp, mask != 0)) {
+
+  __device__ __forceinline__ explicit Counted(uint32_t mask_) : mask(mask_) {
+    if constexpr (kVectors == 1) {
+      mine = __popc(mask);
+    } else if constexpr (kVectors == 4 && kPerVector == 2) {
+      mine = mask - (mask >> 1 & 0x55);
+      mine = (mine | mine << 12) & 0x000F000F;
+      mine = (mine | mine << 6) & 0x03030303;
+    } else if constexpr (kVectors * kPerVector == 16) {
+      mine = mask - (mask >> 1 & 0x5555);
+      mine = (mine & 0x3333) + (mine >> 2 & 0x3333);
+      if constexpr (kPerVector == 4) {
+        mine = (mine | mine << 8) & 0x00FF00FF;
+        mine = (mine | mine << 4) & 0x0F0F0F0F;
+      } else {
+        mine = (mine & 0x0F0F) + (mine >> 4 & 0x0F0F);
+        mine = (mine | mine << 8) & 0x00FF00FF;
+      }
+    } else {
+      static_assert(kVectors == 2);
+      mine = __popc(mask & ((1 << kPerVector) - 1)) | __popc(mask >> kPerVector) << 16;
+    }
     sum = WarpInclusiveSum(mine);
     of_warp = __shfl_sync(kFullWarp, sum, 31);
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) total += field(of_warp, u);
   }
-  cta.scratch().totals[turn][warp] = total;  // all lanes the same
-  __syncthreads();
 
-  // 2. Write, where there is something.
-  uint32_t all;
-  uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);
-  if (total > 0) {
+  // Of the warp.
+  __device__ __forceinline__ uint32_t Total() const {
+    uint32_t total = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) total += Field(of_warp, u);
+    return total;
+  }
+
+  // Writes them as entries in column order to to[position], ..., as far as to[room - 1].
+  __device__ __forceinline__ void Write(const Tile& tile, uint64_t* to, uint32_t room,
+                                        uint32_t position) const {
+    if (of_warp == 0) return;
     const uint32_t list = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     const uint32_t limit = list + 8 * room;
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      if (field(of_warp, u) > 0) {
-        uint32_t address = list + 8 * (position + field(sum, u) - field(mine, u));
+      if (Field(of_warp, u) > 0) {
+        uint32_t address = list + 8 * (position + Field(sum, u) - Field(mine, u));
 #pragma unroll
         for (int e = 0; e < kPerVector; ++e) {
           const int i = u * kPerVector + e;
           StoreEntryIf(mask, 1u << i, address, limit, tile.Word(u, e),
                        tile.ColumnAt(i));
         }
-        position += field(of_warp, u);
+        position += Field(of_warp, u);
       }
     }
   }
+};
+
+// Writes the columns of one tile or two that the masks have, as entries in column order,
+// to to[count], ..., as far as to[room - 1], and returns count plus their number. One
+// barrier. In turns: whoever uses totals[turn] again has passed the barrier of the next
+// call.
+template <typename Tile>
+__device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile& tile,
+                                                int turn, uint32_t count, uint64_t* to,
+                                                uint32_t room, uint32_t mask) {
+  const Counted<Tile> counted(mask);
+  uint32_t* totals = cta.scratch().totals[turn];
+  totals[threadIdx.x / 32] = counted.Total();  // all lanes the same
+  __syncthreads();
+  uint32_t all;
+  counted.Write(tile, to, room, count + SumBeforeWarp(totals, &all));
   return count + all;
 }
+template <typename Tile>
+__device__ __forceinline__ uint32_t CompactTiles(const Cta& cta, const Tile (&tiles)[1],
+                                                 int turn, uint32_t count, uint64_t* to,
+                                                 uint32_t room,
+                                                 const uint32_t (&masks)[1]) {
+  return CompactTile(cta, tiles[0], turn, count, to, room, masks[0]);
+}
+template <typename Tile>
+__device__ __forceinline__ uint32_t CompactTiles(const Cta& cta, const Tile (&tiles)[2],
+                                                 int turn, uint32_t count, uint64_t* to,
+                                                 uint32_t room,
+                                                 const uint32_t (&masks)[2]) {
+  const Counted<Tile> first(masks[0]);
+  const Counted<Tile> second(masks[1]);
+  uint32_t* totals = cta.scratch().totals[turn];
+  static_assert(kTileColumns < 1 << 16);
+  totals[threadIdx.x / 32] = second.Total() << 16 | first.Total();
+  __syncthreads();
+  uint32_t all;
+  const uint32_t before = SumBeforeWarp(totals, &all);
+  first.Write(tiles[0], to, room, count + (before & 0xFFFF));
+  count += all & 0xFFFF;
+  second.Write(tiles[1], to, room, count + (before >> 16));
+  return count + (all >> 16);
+}
+
+// kTiles tiles of a chunk, one behind the other.
+template <typename Bits, int kTiles>
+struct Run {
+  static constexpr uint32_t kRunVectors = kTiles * Tile<Bits>::kTileVectors;
+
+  Tile<Bits> tiles[kTiles];
+
+  __device__ __forceinline__ void Load(const Vectors<Bits>& chunk, uint32_t first) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      tiles[t].Load(chunk, first + t * Tile<Bits>::kTileVectors);
+    }
+  }
+};
 
 // The same for a chunk, until more than `enough` columns have passed; returns how many
-// did, up to and with the tile where that happened. `tile` is the chunk's first. Each
-// tile is on its way while the one before is looked at. (Two ahead were slower.)
-template <typename Bits, typename Passes>
+// did, up to and with the run where that happened. `run` is the chunk's first. Each
+// run is on its way while the one before is looked at.
+template <typename Bits, int kTiles, typename Passes>
 __device__ __forceinline__ uint32_t CompactChunk(const Cta& cta,
                                                  const Vectors<Bits>& chunk,
-                                                 Tile<Bits> tile, uint64_t* to,
+                                                 Run<Bits, kTiles> run, uint64_t* to,
                                                  uint32_t room, uint32_t enough,
                                                  Passes&& passes) {
-  constexpr uint32_t kTileVectors = Tile<Bits>::kTileVectors;
+  constexpr uint32_t kRunVectors = Run<Bits, kTiles>::kRunVectors;
   uint32_t count = 0;
   int turn = 0;
   for (uint32_t base = 0; base < chunk.size && count <= enough;
-       base += kTileVectors, turn ^= 1) {
-    tile.Mask(chunk, base);
-    Tile<Bits> next;
-    const uint32_t mask = MaskOf(tile, passes);
-    next.Load(chunk, base + kTileVectors);
-    count = CompactTile(cta, tile, turn, count, to, room, mask);
-    tile = next;
+       base += kRunVectors, turn ^= 1) {
+    uint32_t masks[kTiles];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      run.tiles[t].Mask(chunk, base + t * Tile<Bits>::kTileVectors);
+      masks[t] = MaskOf(run.tiles[t], passes);
+    }
+    Run<Bits, kTiles> next;
+    next.Load(chunk, base + kRunVectors);
+    count = CompactTiles(cta, run.tiles, turn, count, to, room, masks);
+    run = next;
   }
   __syncthreads();
   return count;
@@ -1232,10 +1293,10 @@ struct Reduced {
 
 // Columns of a chunk whose key exceeds `floor`, into the list. Returns their number; if
 // that is above the capacity, the list is of no use. Requires floor >= LeastKey.
-template <typename Bits>
+template <typename Bits, int kTiles>
 __device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
                                                 const Vectors<Bits>& chunk,
-                                                const Tile<Bits>& first,
+                                                const Run<Bits, kTiles>& first,
                                                 uint32_t floor) {
   const Beyond beyond(floor);
   return CompactChunk(cta, chunk, first, cta.list(), cta.capacity, cta.capacity,
@@ -1251,7 +1312,7 @@ __device__ __noinline__ uint32_t CollectTies(const Cta cta, const Vectors<Bits> 
   if (wanted == 0) return 0;
   const Columns columns = chunk.columns;
   const uint32_t tie = WordOf(key);
-  Tile<Bits> first;
+  Run<Bits, 1> first;
   first.Load(chunk, 0);
   const uint32_t found = CompactChunk(
       cta, chunk, first, cta.list() + at, wanted, wanted - 1,
@@ -1271,7 +1332,7 @@ __device__ __noinline__ Reduced SelectExactly(const Cta cta, const Vectors<Bits>
   const ChunkWords<Bits> words = {first_score, columns.stop - columns.start,
                                   columns.start};
   const uint32_t key = SelectByKey(cta, words, k, 0, 0, 0, 0xFFFFFFFFu).key;
-  Tile<Bits> first;
+  Run<Bits, 1> first;
   first.Load(chunk, 0);
   __syncthreads();
   const uint32_t survivors = FilterChunk(cta, chunk, first, key);  // fewer than k
@@ -1284,11 +1345,12 @@ __device__ __noinline__ Reduced SelectExactly(const Cta cta, const Vectors<Bits>
 //   - all survivors of the chunk if they fit, or exactly its own k largest;
 //   - fewer than k survivors and a strict filter: the first ties, up to k together.
 // `ties_at`: where ties go, at least; the list has room for k more there.
-template <typename Bits>
+template <typename Bits, int kTiles>
 __device__ __forceinline__ Reduced ReduceChunk(const Cta& cta,
                                                const Vectors<Bits>& chunk,
-                                               const Tile<Bits>& first, uint32_t k,
-                                               const Filter& filter, uint32_t ties_at) {
+                                               const Run<Bits, kTiles>& first,
+                                               uint32_t k, const Filter& filter,
+                                               uint32_t ties_at) {
   const uint32_t survivors = FilterChunk(cta, chunk, first, filter.floor);
   if (survivors > cta.capacity) return SelectExactly(cta, chunk, k);
   Reduced reduced = {survivors, 0, max(ties_at, survivors), false};
@@ -1817,7 +1879,7 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
 // `meet(&reduced, filter)` hands over what the chunk was reduced to; it returns false if
 // another CTA answers, and else leaves in the list and in `reduced` what the chunks of
 // all were reduced to.
-template <bool kMaySort, bool kInRegisters, typename Bits, typename Prepare,
+template <bool kMaySort, bool kInRegisters, int kTiles, typename Bits, typename Prepare,
           typename Meet>
 __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& params,
                                           int64_t row, const Row<Bits>& entries,
@@ -1838,7 +1900,7 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   SampleWords sample;
   DrawSample(entries.scores, entries.data, entries.columns, sampling, &sample);
   const Vectors<Bits> vectors = entries.Of(chunk);
-  Tile<Bits> first;
+  Run<Bits, kTiles> first;
   first.Load(vectors, 0);
   prepare();
   const Filter filter =

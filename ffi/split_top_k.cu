@@ -156,7 +156,7 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
   return {survivors, wanted_ties, survivors, false};
 }
 
-template <typename Bits>
+template <typename Bits, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1)
     SplitTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
               uint32_t min_chunk, const Workspace workspace) {
@@ -189,24 +189,33 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (last) *reduced = Gather(cta, state(), cutting.count, entries.columns);
     return last;
   };
-  SelectRow<true, false>(cta, params, row, entries, columns, whole, 0, install, meet);
+  SelectRow<true, false, kTiles>(cta, params, row, entries, columns, whole, 0, install,
+                                 meet);
 }
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         const Workspace);
 
-Kernel KernelFor(ScoreType type) {
-  return type == ScoreType::kF32 ? SplitTopK<uint32_t> : SplitTopK<uint16_t>;
+template <typename Bits>
+Kernel KernelOf(bool long_chunks) {
+  return long_chunks ? SplitTopK<Bits, 2> : SplitTopK<Bits, 1>;
+}
+
+Kernel KernelFor(ScoreType type, bool long_chunks) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(long_chunks)
+                                 : KernelOf<uint16_t>(long_chunks);
 }
 
 }  // namespace
 
 cudaError_t PrepareSplitTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        KernelFor(type), cudaFuncAttributeMaxDynamicSharedMemorySize,
-        static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
+    for (bool long_chunks : {false, true}) {
+      const cudaError_t error = cudaFuncSetAttribute(
+          KernelFor(type, long_chunks), cudaFuncAttributeMaxDynamicSharedMemorySize,
+          static_cast<int>(bytes));
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
@@ -217,7 +226,8 @@ cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* wo
   const int64_t y = std::min(params.rows, kMaxGridRows);
   const dim3 grid(static_cast<unsigned>(plan.ctas_per_row), static_cast<unsigned>(y),
                   static_cast<unsigned>((params.rows + y - 1) / y));
-  KernelFor(params.type)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
+  KernelFor(params.type,
+            plan.long_chunks)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.min_chunk),
       Workspace{static_cast<char*>(workspace), workspace_bytes_per_row,

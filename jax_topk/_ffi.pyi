@@ -43,6 +43,10 @@ class Plan:
         """Slots for survivors in shared memory."""
 
     @property
+    def held(self) -> bool:
+        """Whether the registers of a cluster hold a row."""
+
+    @property
     def num_samples(self) -> int: ...
     @property
     def shared_memory_bytes(self) -> int: ...
