@@ -56,7 +56,7 @@ def assert_fits(made, device, rows, k, dtype):
         assert made.capacity >= 2 * k  # survivors below k, ties behind them
         exchanged = made.shared_memory_bytes - 5120 - 8 * made.capacity
         # In turns bins of all CTAs, 16 bits each, the fewer the more CTAs; and scratch.
-        assert exchanged == 2 * 2 * 1024 * min(made.ctas_per_row, 8) + 2048
+        assert exchanged == 2 * 1024 * min(made.ctas_per_row, 8) + 2048
     else:
         assert made.ctas_per_row >= 1
         # What each CTA of the row may hand over, and a header.

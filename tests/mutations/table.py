@@ -82,6 +82,10 @@ RESIDENT = "[row-(0,0,0,0,1)]"
 LISTED = "[row-(0,700,16384,0,1)]"
 CLUSTERS = "[cluster-(4,2048,2048,0,0)]"
 PAIRS = "[cluster-(2,1,1,0,0)]"  # whose lists overflow
+LONG_ROW = (
+    "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row"
+    "[row-0-float32]"
+)
 OVERFLOWING = "[split-(5,1,16,0,0)]"
 SHARED = "[split-(4,256,0,0,0)]"
 WORDS = "test_graphs.py::test_every_launch_leaves_arrival_words_of_zero"
@@ -328,43 +332,39 @@ _mutation(
     BENT + "[split-(2,2048,0,0,0)-unsorted]",
     BENT + "[split-(16,700,16384,0,0)-unsorted]",
 )
-WRITE_WHERE_THERE_IS_SOMETHING = (
+WRITE_A_TILE = (
     "  uint32_t all;\n"
-    "  uint32_t position = count + SumBeforeWarp(cta.scratch().totals[turn], &all);\n"
-    "  if (total > 0) {\n"
+    "  counted.Write(tile, to, room, count + SumBeforeWarp(totals, &all));\n"
 )
 
 _mutation(
     "ties_taken_in_another_order",
     SELECT,
-    WRITE_WHERE_THERE_IS_SOMETHING,
+    WRITE_A_TILE,
     "  uint32_t all;\n"
-    "  const uint32_t before = SumBeforeWarp(cta.scratch().totals[turn], &all);\n"
-    "  uint32_t position = count + all - total - before;\n"
-    "  if (total > 0) {\n",
+    "  const uint32_t before = SumBeforeWarp(totals, &all);\n"
+    "  counted.Write(tile, to, room, count + all - counted.Total() - before);\n",
     BENT + "[row-(0,1,1,0,0)-unsorted]",
 )
 _mutation(
     "ties_taken_in_the_order_of_arrival",
     SELECT,
-    WRITE_WHERE_THERE_IS_SOMETHING,
+    WRITE_A_TILE,
     "  uint32_t all;\n"
-    "  SumBeforeWarp(cta.scratch().totals[turn], &all);\n"
+    "  SumBeforeWarp(totals, &all);\n"
     "  uint32_t position = 0;\n"
     "  if ((threadIdx.x & 31) == 0) {\n"
-    "    position = count + atomicAdd(&cta.scratch().most, total);\n"
+    "    position = count + atomicAdd(&cta.scratch().most, counted.Total());\n"
     "  }\n"
     "  position = __shfl_sync(kFullWarp, position, 0);\n"
-    "  if (total > 0) {\n",
+    "  counted.Write(tile, to, room, position);\n",
     BENT + "[row-(0,1,1,0,0)-unsorted]",
     more=(
         (
             SELECT,
-            "  cta.scratch().totals[turn][warp] = total;  // all lanes the same\n"
-            "  __syncthreads();\n\n  // 2.",
-            "  cta.scratch().totals[turn][warp] = total;  // all lanes the same\n"
-            "  if (threadIdx.x == 0) cta.scratch().most = 0;\n"
-            "  __syncthreads();\n\n  // 2.",
+            "  totals[threadIdx.x / 32] = counted.Total();  // all lanes the same\n",
+            "  totals[threadIdx.x / 32] = counted.Total();  // all lanes the same\n"
+            "  if (threadIdx.x == 0) cta.scratch().most = 0;\n",
         ),
     ),
 )
@@ -643,7 +643,7 @@ _mutation(
 _mutation(
     "tile_read_twice_and_the_next_never",
     SELECT,
-    "next.Load(chunk, base + kTileVectors);",
+    "next.Load(chunk, base + kRunVectors);",
     "next.Load(chunk, base);",
     "test_exactness.py::test_every_distribution_is_selected_exactly"
     "[row-16411-2048-float32-unsorted]",
@@ -651,17 +651,38 @@ _mutation(
 _mutation(
     "totals_of_warps_not_in_turns_and_a_warp_held_up",
     SELECT,
-    "       base += kTileVectors, turn ^= 1) {",
-    "       base += kTileVectors) {",
+    "       base += kRunVectors, turn ^= 1) {",
+    "       base += kRunVectors) {",
     "test_exactness.py::test_every_distribution_is_selected_exactly"
     "[row-70001-512-float32-unsorted]",
     more=(
         (
             SELECT,
-            WRITE_WHERE_THERE_IS_SOMETHING,
-            _delayed("warp == 7", 20000) + WRITE_WHERE_THERE_IS_SOMETHING,
+            WRITE_A_TILE,
+            _delayed("threadIdx.x / 32 == 7", 20000) + WRITE_A_TILE,
         ),
     ),
+)
+_mutation(
+    "second_of_two_tiles_written_where_the_first_is",
+    SELECT,
+    "  count += all & 0xFFFF;\n",
+    "  count += 0;\n",
+    LONG_ROW,
+)
+_mutation(
+    "second_of_two_tiles_never_counted",
+    SELECT,
+    "  return count + (all >> 16);\n",
+    "  return count;\n",
+    LONG_ROW,
+)
+_mutation(
+    "second_of_two_tiles_behind_the_first_tiles_of_its_own_warp",
+    SELECT,
+    "count + (before >> 16));",
+    "count + (before & 0xFFFF));",
+    LONG_ROW,
 )
 _mutation(
     "entries_beyond_the_room_written",
@@ -764,8 +785,8 @@ _mutation(
 _mutation(
     "ties_of_the_leader_where_others_write",
     CLUSTER,
-    "cutting.ChunkOf(entries.columns, mine), whole, k, prepare,",
-    "cutting.ChunkOf(entries.columns, mine), whole, 0, prepare,",
+    "cutting.ChunkOf(entries.columns, mine), whole, k,",
+    "cutting.ChunkOf(entries.columns, mine), whole, 0,",
     TIES_OF_SEVERAL + CLUSTERS,
 )
 _mutation(
