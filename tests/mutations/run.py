@@ -10,8 +10,9 @@
 
 The package has to be installed with what it takes to compile it (nanobind, cmake, and a
 CUDA compiler for --gpu): `make mutations` does. A build of the whole package is made
-once; a mutation recompiles the files that include what it changes. A mutation counts as
-red when a named test fails, crashes or hangs, and not when something does not compile.
+once; a mutation recompiles the files that include what it changes, of the kernels those
+that its tests name. A mutation counts as red when a named test fails, crashes or hangs,
+and not when something does not compile.
 """
 
 import argparse
@@ -95,6 +96,20 @@ def apply(mutation, tree):
         path.write_text(text.replace(old, new))
 
 
+KERNEL = {
+    "row_top_k.cu": "row",
+    "split_top_k.cu": "split",
+    "cluster_top_k.cu": "cluster",
+    "held_top_k.cu": "cluster",
+}
+
+
+def kernels_of(tests):
+    """The kernels that tests are for, by their ids; None: any of them."""
+    found = [re.search(r"\[(row|split|cluster)\b", test) for test in tests]
+    return {match[1] for match in found} if all(found) else None
+
+
 def includes(tree, source):
     """The files below ffi/ that a source file is made of."""
     found, new = set(), [source]
@@ -151,8 +166,12 @@ class Build:
         self.linker = re.search(rf"^{name}:\w+=(.*)$", cache, re.M)[1]
         self.with_cuda = with_cuda
 
-    def redo(self, tree):
-        """Compiles what has changed in `tree` and links; the output if that fails."""
+    def redo(self, tree, kernels=None):
+        """Compiles what has changed in `tree` and links; the output if that fails.
+
+        What only kernels include is compiled for `kernels` alone, if they are given:
+        the others stay as they are, and take a minute or so.
+        """
         changed = {
             path.name
             for path in (self.tree / "ffi").iterdir()
@@ -161,12 +180,14 @@ class Build:
         if not changed:
             shutil.copy2(self.library, tree / "jax_topk" / self.library.name)
             return None
+        device_code = all(name.endswith((".cu", ".cuh")) for name in changed)
         objects, running = [], []
         for one in self.commands:
             words = shlex.split(one["command"])
             output = words[words.index("-o") + 1]
             source = pathlib.Path(one["file"]).name
-            if not changed & includes(tree, source):
+            kept = device_code and kernels and KERNEL.get(source) not in kernels
+            if kept or not changed & includes(tree, source):
                 objects.append(output)
                 continue
             words[words.index("-o") + 1] = str(tree / f"{source}.o")
@@ -352,7 +373,7 @@ def main():
         try:
             copy_sources(tree, build.tree)
             apply(mutation, tree)
-            trouble = build.redo(tree)
+            trouble = build.redo(tree, kernels_of(mutation.tests))
         except Exception as error:
             trouble = repr(error)
         built = time.monotonic() - start
