@@ -825,6 +825,27 @@ __device__ __forceinline__ uint32_t SelectedOf(uint32_t marked, const uint32_t* 
   return selected;
 }
 
+// Which of the words of this thread are among the `rank` largest of all, whose `bin` has
+// been found and has no more than kFew: bit i for word i. What is above the bin and what is
+// in it is marked in one read.
+template <typename Words>
+__device__ __forceinline__ uint32_t MarkSelected(const Cta& cta, const Words& words,
+                                                 uint32_t rank, const ValueBins& bin_of,
+                                                 const Bin& bin) {
+  Marks marks;
+  const float above = ValueBins::BeginOf(bin.index + 1);
+  const float reached = ValueBins::BeginOf(bin.index);
+  words.ForEach([&](uint32_t word, int i) {
+    const float place = bin_of.Place(word);
+    marks.Add(place >= above, place >= reached, i);
+  });
+  const uint32_t inside = marks.Inside();
+  Cta::Scratch& scratch = cta.scratch();
+  const uint32_t first = CollectMarked(cta, words, inside, scratch.few);
+  RankPairs(cta, bin.inside);
+  return marks.above | SelectedOf(inside, scratch.ranks, first, rank - bin.above);
+}
+
 // Compaction --------------------------------------------------------------------------
 
 // Writes an entry to shared memory at `address`, if a bit of `mask` is set and there is
@@ -1431,19 +1452,8 @@ __device__ __noinline__ void SelectInList(const Cta cta, uint32_t count, uint32_
     tile.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
     const Bin bin = FindBin(cta, k);
     if (bin.inside <= kFew) {
-      Marks marks;
-      const float above = ValueBins::BeginOf(bin.index + 1);
-      const float reached = ValueBins::BeginOf(bin.index);
-      tile.ForEach([&](uint32_t word, int i) {
-        const float place = bin_of.Place(word);
-        marks.Add(place >= above, place >= reached, i);
-      });
-      const uint32_t inside = marks.Inside();
-      const uint32_t* ranks = cta.scratch().ranks;
-      const uint32_t first = CollectMarked(cta, tile, inside, cta.scratch().few);
-      RankPairs(cta, bin.inside);
-      CompactTile(cta, tile, 0, 0, cta.list(), k,
-                  marks.above | SelectedOf(inside, ranks, first, k - bin.above));
+      const uint32_t mask = MarkSelected(cta, tile, k, bin_of, bin);
+      CompactTile(cta, tile, 0, 0, cta.list(), k, mask);
       __syncthreads();
       return;
     }
@@ -1812,25 +1822,13 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
     return;
   }
 
-  // Like SelectByValue, but what is selected is marked in the same read as the few words
-  // that are left to compare.
+  // Like SelectByValue, but what is selected is marked, for there is no list.
   const Range range = RangeOf(cta, tile);
   const ValueBins bin_of(range.low, range.high, false);
   tile.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
   const Bin bin = FindBin(cta, kept);
   if (bin.inside <= kFew) {
-    Marks marks;
-    const float above = ValueBins::BeginOf(bin.index + 1);
-    const float reached = ValueBins::BeginOf(bin.index);
-    tile.ForEach([&](uint32_t word, int i) {
-      const float place = bin_of.Place(word);
-      marks.Add(place >= above, place >= reached, i);
-    });
-    const uint32_t inside = marks.Inside();
-    Cta::Scratch& scratch = cta.scratch();
-    const uint32_t first = CollectMarked(cta, tile, inside, scratch.few);
-    RankPairs(cta, bin.inside);
-    keep(0, marks.above | SelectedOf(inside, scratch.ranks, first, kept - bin.above));
+    keep(0, MarkSelected(cta, tile, kept, bin_of, bin));
   } else {
     uint32_t* words = reinterpret_cast<uint32_t*>(cta.list());
     tile.ForEach([&](uint32_t word, int i) {

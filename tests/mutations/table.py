@@ -1409,17 +1409,11 @@ _mutation(
     FEW_HELD + HOLDING,
 )
 _mutation(
-    "marked_words_of_a_row_ranked_against_k",
+    "marked_words_ranked_against_k",
     SELECT,
-    "first, kept - bin.above));",
-    "first, kept));",
+    "first, rank - bin.above);",
+    "first, rank);",
     LEVELS + RESIDENT,
-)
-_mutation(
-    "marked_words_of_a_list_ranked_against_k",
-    SELECT,
-    "marks.above | SelectedOf(inside, ranks, first, k - bin.above));",
-    "marks.above | SelectedOf(inside, ranks, first, k));",
     LEVELS + LISTED,
 )
 _mutation(
