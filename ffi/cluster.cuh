@@ -94,4 +94,34 @@ __device__ __forceinline__ void PrepareMailboxes(const Cta& cta) {
 
 #endif
 
+// The host's side ----------------------------------------------------------------------
+
+// Before the first launch of a kernel: as much shared memory as the device grants, and
+// clusters of more than 8 CTAs.
+template <typename... Params>
+cudaError_t PrepareForClusters(void (*kernel)(Params...), int64_t bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                              1);
+}
+
+// A cluster for each row.
+template <typename... Params, typename... Args>
+cudaError_t LaunchClusters(const Plan& plan, cudaStream_t stream,
+                           void (*kernel)(Params...), const Args&... args) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(plan.ctas_per_row), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(plan.grid);
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = plan.shared_memory_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 }  // namespace jax_topk

@@ -156,12 +156,8 @@ cudaError_t PrepareClusterTopK(int64_t bytes) {
   if (held != cudaSuccess) return held;
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int variant = 0; variant < 4; ++variant) {
-      const Kernel kernel = KernelFor(type, variant % 2 != 0, variant / 2 != 0);
-      cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-      if (error != cudaSuccess) return error;
-      error = cudaFuncSetAttribute(kernel,
-                                   cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      const cudaError_t error = PrepareForClusters(
+          KernelFor(type, variant % 2 != 0, variant / 2 != 0), bytes);
       if (error != cudaSuccess) return error;
     }
   }
@@ -186,18 +182,8 @@ cudaError_t LargestCluster(int64_t bytes, int* ctas) {
 cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
                               cudaStream_t stream) {
   if (Held(params, plan)) return LaunchHeldTopK(params, plan, stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(plan.ctas_per_row), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(plan.grid);
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = plan.shared_memory_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(
-      &config, KernelFor(params.type, params.sorted, plan.long_chunks), params,
+  return LaunchClusters(
+      plan, stream, KernelFor(params.type, params.sorted, plan.long_chunks), params,
       static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.ctas_per_row), static_cast<uint32_t>(plan.min_chunk));
 }

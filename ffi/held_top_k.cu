@@ -36,8 +36,6 @@
 
 #include <cooperative_groups.h>
 
-#include <algorithm>
-
 #include "cluster.cuh"
 
 namespace jax_topk {
@@ -84,7 +82,9 @@ struct Exchange {
   }
 
   // The bins that are counted: the fewer the more there is to send.
-  __device__ int LogBins() const { return KeyBins::kLogBins - (size > 8 ? 1 : 0); }
+  __device__ int LogBins() const {
+    return KeyBins::kLogBins - (size > kMostWithAllBins ? 1 : 0);
+  }
   __device__ uint32_t NumBins() const { return 1u << LogBins(); }
   // Those of all, [size][NumBins()], each with 16 bits.
   __device__ uint16_t* Bins() const {
@@ -121,9 +121,9 @@ struct Exchange {
     const uint32_t to = SharedAddress(all + mine * NumBins() + 8 * vector);
     for (uint32_t first = threadIdx.x - vector; first < size * vectors;
          first += kThreads) {
+      // Not all to one.
       const uint32_t rank = ((first >> (LogBins() - 3)) + mine) & (size - 1);
-      Send(AddressIn(rank, to), packed,
-           AddressIn(rank, turn.mailbox));  // not all to one
+      Send(AddressIn(rank, to), packed, AddressIn(rank, turn.mailbox));
     }
     turn.Wait();
     return all;
@@ -550,11 +550,8 @@ Kernel KernelFor(ScoreType type, int64_t columns, bool may_sort) {
 // Columns that a thread has to hold of any window of a row. A chunk begins where its window
 // does in a vector.
 int64_t HeldColumns(const TopKParams& params, const Plan& plan) {
-  const int64_t per_vector = params.type == ScoreType::kF32 ? 4 : 8;
-  const bool aligned = params.starts == nullptr && params.n % per_vector == 0 &&
-                       reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
   const Cutting cutting(params.n, plan.ctas_per_row, plan.min_chunk);
-  const int64_t width = cutting.size + (aligned ? 0 : per_vector - 1);
+  const int64_t width = cutting.size + ColumnsBeside(params, params.starts != nullptr);
   return (width + kThreads - 1) / kThreads;
 }
 
@@ -568,13 +565,8 @@ cudaError_t PrepareHeldTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t columns : {8, 16, 32}) {
       for (bool may_sort : {false, true}) {
-        const Kernel kernel = KernelFor(type, columns, may_sort);
-        cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(bytes));
-        if (error != cudaSuccess) return error;
-        error = cudaFuncSetAttribute(kernel,
-                                     cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        const cudaError_t error =
+            PrepareForClusters(KernelFor(type, columns, may_sort), bytes);
         if (error != cudaSuccess) return error;
       }
     }
@@ -585,19 +577,9 @@ cudaError_t PrepareHeldTopK(int64_t bytes) {
 cudaError_t LaunchHeldTopK(const TopKParams& params, const Plan& plan,
                            cudaStream_t stream) {
   const Cutting whole(params.n, plan.ctas_per_row, plan.min_chunk);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(plan.ctas_per_row), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(params.rows * plan.ctas_per_row);
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = plan.shared_memory_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(
-      &config, KernelFor(params.type, HeldColumns(params, plan), params.sorted), params,
-      static_cast<uint32_t>(plan.capacity), whole,
+  return LaunchClusters(
+      plan, stream, KernelFor(params.type, HeldColumns(params, plan), params.sorted),
+      params, static_cast<uint32_t>(plan.capacity), whole,
       static_cast<uint32_t>(plan.ctas_per_row), static_cast<uint32_t>(plan.min_chunk));
 }
 

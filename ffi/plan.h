@@ -92,8 +92,7 @@ inline constexpr int64_t kMaxClusterSize = 16;
 inline constexpr int64_t kMinClusterCapability = 90;
 inline constexpr int64_t kMaxHeldColumns = 32;  // of a thread, of a row that is held
 inline constexpr int64_t kMaxGrid = 2147483647;
-inline constexpr int64_t kMaxGridRows =
-    65535;  // in y, where rows are y and z of the grid
+inline constexpr int64_t kMaxGridRows = 65535;  // in y; rows are y and z of a grid
 
 // Planner thresholds ------------------------------------------------------------------
 
@@ -177,8 +176,10 @@ inline int64_t SharedMemoryBytes(int64_t capacity) {
 // What the CTAs of a cluster exchange lies behind the list (held_top_k.cu): bins of 16
 // bits of each CTA, and some that is smaller.
 inline constexpr int64_t kExchangeScratchBytes = 2048;
+inline constexpr int64_t kMostWithAllBins = 8;  // CTAs; more count half as many bins
 inline int64_t ExchangeBytes(int64_t cluster) {
-  return 2 * std::min<int64_t>(cluster, 8) * kNumBins + kExchangeScratchBytes;
+  const int64_t bins = cluster > kMostWithAllBins ? kNumBins / 2 : kNumBins;
+  return 2 * cluster * bins + kExchangeScratchBytes;
 }
 
 // Workspace of a row: arrival word, a count and k entries a CTA (row_state.cuh).

@@ -70,10 +70,7 @@ Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, int tiles, bool may_sort) 
 
 // Rows that start at a vector have no need of one more than they fill.
 bool AllResident(const TopKParams& params, int64_t capacity) {
-  const int64_t per_vector = params.type == ScoreType::kF32 ? 4 : 8;
-  const bool aligned = params.n % per_vector == 0 &&
-                       reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
-  const int64_t most = kTileColumns - (aligned ? 0 : per_vector - 1);
+  const int64_t most = kTileColumns - ColumnsBeside(params, false);
   return params.n <= std::min(most, capacity);
 }
 

@@ -310,9 +310,9 @@ struct Tile {
     return (threadIdx.x / 32 * kVectors + u) * 32 + (threadIdx.x & 31);
   }
 
-  // The vectors from `first` on.
   __device__ uint32_t Start() const { return start; }
 
+  // The vectors from `first` on.
   __device__ __forceinline__ void Load(const Vectors<Bits>& from, uint32_t first) {
     start = from.columns.start;
     column = from.column + first * kPerVector;
@@ -1119,12 +1119,6 @@ struct Threshold {
         start(columns.start),
         reach(columns.stop - 1 - columns.start) {}
 
-  // No ties: no column is where they would have to be.
-  __device__ void RefuseTies() {
-    start = 0xC0000000u;
-    reach = 0;
-  }
-
   __device__ bool operator()(uint32_t word, uint32_t column) const {
     return beyond(word) | ((word == tie) & (column - start <= reach));  // no branch
   }
@@ -1779,6 +1773,15 @@ struct Cutting {
   }
 };
 
+// The columns of others that may lie in the first vector of a row, at most: none if all
+// rows are of whole vectors, and none of them starts elsewhere.
+inline int64_t ColumnsBeside(const TopKParams& params, bool has_starts) {
+  const int64_t per_vector = params.type == ScoreType::kF32 ? 4 : 8;
+  const bool aligned = !has_starts && params.n % per_vector == 0 &&
+                       reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
+  return aligned ? 0 : per_vector - 1;
+}
+
 // What is the same for all rows of a launch whose window is all of the row. (The divisions
 // and roots of the others take a while.)
 struct WholeRows {
@@ -1790,12 +1793,7 @@ struct WholeRows {
       : sampling(static_cast<uint32_t>(params.n), static_cast<uint32_t>(params.k),
                  LogGroups(plan.num_samples)),
         cutting(params.n, plan.ctas_per_row, plan.min_chunk),
-        aligned(Aligned(params)) {}
-
-  static bool Aligned(const TopKParams& params) {
-    return params.n % (params.type == ScoreType::kF32 ? 4 : 8) == 0 &&
-           reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
-  }
+        aligned(ColumnsBeside(params, false) == 0) {}
 
   static uint32_t LogGroups(int64_t samples) {
     uint32_t log = 0;

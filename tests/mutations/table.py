@@ -746,8 +746,8 @@ _mutation(
 _mutation(
     "misaligned_rows_as_long_as_a_tile",
     ROW,
-    "const int64_t most = kTileColumns - (aligned ? 0 : per_vector - 1);",
-    "const int64_t most = kTileColumns + 0 * (aligned ? 0 : per_vector - 1);",
+    "const int64_t most = kTileColumns - ColumnsBeside(params, false);",
+    "const int64_t most = kTileColumns;",
     WHOLE_TILES + "[-1-row-(0,9000,0,0,0)-f32]",
     WHOLE_TILES + "[-1-row-(0,9000,0,0,0)-bf16]",
 )
@@ -1331,8 +1331,8 @@ _mutation(
 _mutation(
     "held_rows_of_whole_vectors_only",
     HELD_ROWS,
-    "const int64_t width = cutting.size + (aligned ? 0 : per_vector - 1);",
-    "const int64_t width = cutting.size + 0 * (aligned ? 0 : per_vector - 1);",
+    "cutting.size + ColumnsBeside(params, params.starts != nullptr);",
+    "cutting.size;",
     HELD_LIMITS.format(8191),
     HELD_LIMITS.format(32752),
     timeout=45,
