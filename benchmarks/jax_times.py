@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -218,8 +219,15 @@ class Program:
 def machine() -> dict[str, Any]:
     """What this runs on, and what the build has made."""
     build = _plan.BUILD_INFO
+    try:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        here = pathlib.Path(__file__).parent
+        commit = subprocess.run(git, cwd=here, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        commit = ""
     return {
         "record": "jax-machine",
+        "commit": commit.strip(),
         "jax": jax.__version__,
         "jax_topk": jax_topk.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),

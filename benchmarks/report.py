@@ -162,8 +162,9 @@ def machine(results: Results) -> str:
         text += ".\n"
     if software:
         text += (
-            f"jax_topk {software['jax_topk']}, jax {software['jax']}, Python "
-            f"{software['python']}; the extension has "
+            f"Through JAX: commit {software.get('commit') or 'unknown'}, jax_topk "
+            f"{software['jax_topk']}, jax {software['jax']}, Python "
+            f"{software['python']}; the extension had "
             f"{software['extension_bytes'] / 1e6:.1f} MB, for "
             f"{software['cuda_architectures'].replace(';', ', ') or 'the CPU only'}.\n"
         )

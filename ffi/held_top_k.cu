@@ -32,7 +32,7 @@
 //     it has had that of turn t + 1 from all, and each sends that behind a barrier, when
 //     all its threads have read what came in turn t. The leader's list is written by others
 //     behind its own columns, when it has sent what they needed to know their place; the
-//     ties that it counts there are fewer than its own columns.
+//     ties that it counts there are no more than its own columns.
 
 #include <cooperative_groups.h>
 
