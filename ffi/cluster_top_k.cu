@@ -99,7 +99,7 @@ __device__ bool Meet(const Cta& cta, uint32_t mine, uint32_t size, uint32_t k,
 
 #endif
 
-template <typename Bits, bool kMaySort, int kTiles>
+template <typename Bits, bool kMaySort, int kStages>
 __global__ void __launch_bounds__(kThreads, 1)
     ClusterTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
                 uint32_t ctas_per_row, uint32_t min_chunk) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster.barrier_wait();
     return Meet(cta, mine, ctas_per_row, k, reduced);
   };
-  SelectRow<kMaySort, true, kTiles>(cta, params, row, entries,
+  SelectRow<kMaySort, true, kStages>(cta, params, row, entries,
                                     cutting.ChunkOf(entries.columns, mine), whole, k,
                                     prepare, meet);
 #endif
@@ -137,16 +137,16 @@ using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         uint32_t);
 
 template <typename Bits>
-Kernel KernelOf(bool may_sort, bool long_chunks) {
+Kernel KernelOf(bool may_sort, bool has_stages) {
   if (may_sort) {
-    return long_chunks ? ClusterTopK<Bits, true, 2> : ClusterTopK<Bits, true, 1>;
+    return has_stages ? ClusterTopK<Bits, true, kStagesAlone> : ClusterTopK<Bits, true, 0>;
   }
-  return long_chunks ? ClusterTopK<Bits, false, 2> : ClusterTopK<Bits, false, 1>;
+  return has_stages ? ClusterTopK<Bits, false, kStagesAlone> : ClusterTopK<Bits, false, 0>;
 }
 
-Kernel KernelFor(ScoreType type, bool may_sort, bool long_chunks) {
-  return type == ScoreType::kF32 ? KernelOf<uint32_t>(may_sort, long_chunks)
-                                 : KernelOf<uint16_t>(may_sort, long_chunks);
+Kernel KernelFor(ScoreType type, bool may_sort, bool has_stages) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(may_sort, has_stages)
+                                 : KernelOf<uint16_t>(may_sort, has_stages);
 }
 
 }  // namespace
@@ -183,7 +183,7 @@ cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
                               cudaStream_t stream) {
   if (Held(params, plan)) return LaunchHeldTopK(params, plan, stream);
   return LaunchClusters(
-      plan, stream, KernelFor(params.type, params.sorted, plan.long_chunks), params,
+      plan, stream, KernelFor(params.type, params.sorted, plan.stages > 0), params,
       static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.ctas_per_row), static_cast<uint32_t>(plan.min_chunk));
 }

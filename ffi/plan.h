@@ -51,7 +51,7 @@ struct Geometry {
   int64_t ctas_per_row = 0;
   int64_t capacity = 0;
   int64_t num_samples = 0;  // and rows are sampled that a cluster could hold
-  int64_t unused = 0;       // a number of every stored call
+  int64_t registers = 0;    // not 0: chunks are read through registers
   int64_t ctas_per_sm = 0;
 };
 inline constexpr int64_t kGeometryFields = 5;
@@ -65,7 +65,7 @@ struct Plan {
   int64_t grid = 0;                 // CTAs
   int64_t capacity = 0;             // survivors that fit in shared memory
   int64_t num_samples = 0;          // most scores sampled for the threshold
-  bool long_chunks = false;         // a CTA filters two tiles at a time
+  int64_t stages = 0;               // tiles on their way in shared memory; 0: in registers
   bool held = false;                // by the registers of a cluster, where aligned
   int64_t shared_memory_bytes = 0;  // dynamic, of a CTA
   int64_t workspace_bytes_per_row = 0;
@@ -81,15 +81,22 @@ inline constexpr int64_t kMinSharedMemoryBytes = 48 << 10;
 inline constexpr int kThreads = 512;            // of a CTA
 inline constexpr int64_t kNumBins = 1024;       // of a histogram
 inline constexpr int64_t kScratchBytes = 1024;  // what Cta::Scratch may take
+inline constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the driver, a CTA
 inline constexpr int64_t kMinSamples = 2048;
 inline constexpr int64_t kMaxSamples = 8192;
 // A sample that k columns reach on average reaches further down by so many standard
 // deviations, and so many samples, for safety.
 inline constexpr float kMargin = 6.0f;
 inline constexpr float kLeastMargin = 8.0f;
+// And the list has room for so many standard deviations more than the mean.
+inline constexpr double kListMargin = 4.0;
 inline constexpr int64_t kMaxCtasPerRow = 64;
 inline constexpr int64_t kMaxClusterSize = 16;
 inline constexpr int64_t kMinClusterCapability = 90;
+// Tiles of a chunk that are on their way in shared memory (Stream in select.cuh).
+inline constexpr int64_t kStageBytes = kThreads * 64;
+inline constexpr int kStagesAlone = 3;  // of a CTA that has an SM for itself
+inline constexpr int kStagesOfTwo = 2;  // of each of two
 inline constexpr int64_t kMaxHeldColumns = 32;  // of a thread, of a row that is held
 inline constexpr int64_t kMaxGrid = 2147483647;
 inline constexpr int64_t kMaxGridRows = 65535;  // in y; rows are y and z of a grid
@@ -119,11 +126,6 @@ inline constexpr int64_t kMinClusterChunk = 4096;
 // take to meet: cluster and split take 15.7 and 16.8 us at 4 x 524288 (32768 columns a
 // CTA of the cluster), 20.6 and 19.2 us at 8 x 524288 (65536).
 inline constexpr int64_t kMaxClusterChunk = 32768;
-
-// Columns of a chunk from which on two tiles at a time are filtered faster than one: 295
-// and 272 us at 256 x 1048576 (one CTA a row), 33.2 and 32.3 us at 32 x 524288 (131072
-// columns a CTA); but 19.8 and 21.0 us at 64 x 131072 (65536 a CTA).
-inline constexpr int64_t kLongChunk = 131072;
 
 // Nothing is known of the device (export, or lowering for CUDA on a host without a
 // GPU): the implementation must suit any, and the handler plans the geometry anew.
@@ -207,7 +209,7 @@ inline int64_t NumSamples(int64_t n, int64_t k, int64_t capacity) {
     const double mean = static_cast<double>(k) * samples / n;
     const double rank = mean + kMargin * std::sqrt(mean) + kLeastMargin;
     const double survivors = rank * n / samples;
-    const double most = (rank + kMargin * std::sqrt(rank)) * n / samples;
+    const double most = (rank + kListMargin * std::sqrt(rank)) * n / samples;
     if (survivors <= std::max(2.0 * k, 4096.0) && most <= capacity) break;
   }
   return samples;
@@ -299,13 +301,6 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   if (geometry.capacity > 0) wanted = geometry.capacity;
   if (requested == Implementation::kCluster) wanted = std::max(wanted, 2 * k);
   plan.capacity = std::clamp(wanted, least, most) / 2 * 2;  // entries are read in pairs
-  plan.shared_memory_bytes = SharedMemoryBytes(plan.capacity);
-  plan.num_samples = NumSamples(n, k, plan.capacity);
-  if (geometry.num_samples > 0) {
-    plan.num_samples = std::clamp<int64_t>(geometry.num_samples, 4, kMaxSamples);
-  }
-  // They may have to be put into the list.
-  plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
 
   // CTAs a row: those that would idle otherwise, each with a chunk worth reading.
   const auto ctas_for = [&](int64_t of_rows) {
@@ -372,9 +367,6 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     // Rows are sampled if a number of samples was given.
     plan.held = geometry.num_samples == 0 && cluster > 1 &&
                 CeilDiv(n, cluster) <= kMaxHeldColumns * kThreads;
-    plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
-    plan.shared_memory_bytes =
-        SharedMemoryBytes(plan.capacity) + ExchangeBytes(cluster);
     plan.min_chunk = geometry.ctas_per_row > 0 ? 1 : kMinClusterChunk;
     plan.ctas_per_sm = 1;
     plan.grid = rows * cluster;
@@ -425,10 +417,30 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
                             " CTAs share each";
   }
   plan.num_threads = kThreads;
-  plan.long_chunks = CeilDiv(n, plan.ctas_per_row) >= kLongChunk;
   if (geometry.ctas_per_sm > 0 && plan.implementation == Implementation::kRow) {
     plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
   }
+
+  // Chunks are read through shared memory if that leaves a list that the survivors of
+  // nearly all rows fit in. (The driver keeps kReservedBytes for each CTA.)
+  const int64_t granted =
+      (device.shared_memory_bytes + kReservedBytes) / plan.ctas_per_sm - kReservedBytes;
+  const int64_t stages = plan.ctas_per_sm == 1 ? kStagesAlone : kStagesOfTwo;
+  const int64_t beside = (granted - stages * kStageBytes - SharedMemoryBytes(0)) / 8;
+  if (n > kCapacity && !plan.held && geometry.registers == 0 &&
+      beside >= std::max(least, 5 * k / 2)) {
+    plan.stages = stages;
+    plan.capacity = std::min(plan.capacity, beside) / 8 * 8;  // 64 bytes
+  }
+  plan.shared_memory_bytes =
+      SharedMemoryBytes(plan.capacity) +
+      std::max(plan.stages * kStageBytes, clustered ? ExchangeBytes(cluster) : 0);
+  plan.num_samples = NumSamples(n, k, plan.capacity);
+  if (geometry.num_samples > 0) {
+    plan.num_samples = std::clamp<int64_t>(geometry.num_samples, 4, kMaxSamples);
+  }
+  // They may have to be put into the list.
+  plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
   if (!known)
     plan.reason += "; the device is not known here, so this is the portable plan";
   return plan;

@@ -16,13 +16,15 @@
 namespace jax_topk {
 namespace {
 
-// `kTiles`: that are filtered at a time; 0: no row is too long for SelectResident.
-template <typename Bits, int kCtasPerSm, int kTiles, bool kMaySort>
+constexpr int kAllResident = -1;
+
+// `kStages`: of the stream of tiles; kAllResident: no row is too long for SelectResident.
+template <typename Bits, int kCtasPerSm, int kStages, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
   const Cta cta = {capacity};
   const int64_t row = blockIdx.x;
-  if constexpr (kTiles == 0) {
+  if constexpr (kStages == kAllResident) {
     const uint32_t n = static_cast<uint32_t>(params.n);
     // Where rows are of whole vectors, the row is on its way before its window is known.
     const Bits* data = static_cast<const Bits*>(params.scores) + row * params.n;
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   } else {
     const Row<Bits> entries(params, row);
-    SelectRow<kMaySort, true, kTiles>(
+    SelectRow<kMaySort, true, kStages>(
         cta, params, row, entries, entries.columns, whole, 0, [] {},
         [](Reduced*, const Filter&) { return true; });
   }
@@ -49,23 +51,27 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows);
 
-// With all the registers of an SM a CTA can afford to have the sort in its code, and two
-// tiles at a time.
+// With all the registers of an SM a CTA can afford to have the sort in its code.
 template <typename Bits>
-Kernel KernelOf(int64_t ctas_per_sm, int tiles, bool may_sort) {
+Kernel KernelOf(int64_t ctas_per_sm, int64_t stages, bool may_sort) {
   if (ctas_per_sm == 1) {
-    return tiles == 0   ? RowTopK<Bits, 1, 0, true>
-           : tiles == 1 ? RowTopK<Bits, 1, 1, true>
-                        : RowTopK<Bits, 1, 2, true>;
+    return stages == kAllResident ? RowTopK<Bits, 1, kAllResident, true>
+           : stages == 0          ? RowTopK<Bits, 1, 0, true>
+                                  : RowTopK<Bits, 1, kStagesAlone, true>;
   }
-  if (may_sort)
-    return tiles == 0 ? RowTopK<Bits, 2, 0, true> : RowTopK<Bits, 2, 1, true>;
-  return tiles == 0 ? RowTopK<Bits, 2, 0, false> : RowTopK<Bits, 2, 1, false>;
+  if (may_sort) {
+    return stages == kAllResident ? RowTopK<Bits, 2, kAllResident, true>
+           : stages == 0          ? RowTopK<Bits, 2, 0, true>
+                                  : RowTopK<Bits, 2, kStagesOfTwo, true>;
+  }
+  return stages == kAllResident ? RowTopK<Bits, 2, kAllResident, false>
+         : stages == 0          ? RowTopK<Bits, 2, 0, false>
+                                : RowTopK<Bits, 2, kStagesOfTwo, false>;
 }
 
-Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, int tiles, bool may_sort) {
-  return type == ScoreType::kF32 ? KernelOf<uint32_t>(ctas_per_sm, tiles, may_sort)
-                                 : KernelOf<uint16_t>(ctas_per_sm, tiles, may_sort);
+Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, int64_t stages, bool may_sort) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(ctas_per_sm, stages, may_sort)
+                                 : KernelOf<uint16_t>(ctas_per_sm, stages, may_sort);
 }
 
 // Rows that start at a vector have no need of one more than they fill.
@@ -79,10 +85,10 @@ bool AllResident(const TopKParams& params, int64_t capacity) {
 cudaError_t PrepareRowTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t ctas_per_sm : {1, 2}) {
-      for (int tiles : {0, 1, 2}) {
+      for (int stages : {kAllResident, 0, static_cast<int>(kStagesAlone)}) {
         for (bool may_sort : {false, true}) {
           const cudaError_t error = cudaFuncSetAttribute(
-              KernelFor(type, ctas_per_sm, tiles, may_sort),
+              KernelFor(type, ctas_per_sm, stages, may_sort),
               cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
           if (error != cudaSuccess) return error;
         }
@@ -94,8 +100,9 @@ cudaError_t PrepareRowTopK(int64_t bytes) {
 
 cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
                           cudaStream_t stream) {
-  const int tiles = AllResident(params, plan.capacity) ? 0 : plan.long_chunks ? 2 : 1;
-  KernelFor(params.type, plan.ctas_per_sm, tiles,
+  const int64_t stages =
+      AllResident(params, plan.capacity) ? kAllResident : plan.stages;
+  KernelFor(params.type, plan.ctas_per_sm, stages,
             params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
                              plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));

@@ -47,7 +47,7 @@ inline constexpr uint32_t kFew = 32;
 // Entries of a bucket of the sort that are ranked by comparing all pairs.
 inline constexpr uint32_t kFewInBucket = 256;
 
-extern __shared__ __align__(16) char dynamic_shared_memory[];
+extern __shared__ __align__(128) char dynamic_shared_memory[];
 
 // A bin, the words in larger bins, and the words in it.
 struct Bin {
@@ -153,6 +153,21 @@ __device__ __forceinline__ T WarpInclusiveSum(T x) {
   for (int distance = 1; distance < 32; distance *= 2) {
     const T other = __shfl_up_sync(kFullWarp, x, distance);
     if (lane >= distance) x += other;
+  }
+  return x;
+}
+template <>
+__device__ __forceinline__ uint32_t WarpInclusiveSum(uint32_t x) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    asm("{\n"
+        ".reg .pred p;\n"
+        ".reg .b32 other;\n"
+        "shfl.sync.up.b32 other|p, %0, %1, 0, 0xffffffff;\n"
+        "@p add.u32 %0, %0, other;\n"
+        "}"
+        : "+r"(x)
+        : "r"(distance));
   }
   return x;
 }
@@ -294,7 +309,7 @@ struct Vectors {
 inline constexpr uint32_t kPerThread = 16;
 inline constexpr uint32_t kTileColumns = kThreads * kPerThread;
 
-template <typename Bits, int kColumns = kPerThread>
+template <typename Bits, int kColumns = kPerThread, bool kSideBySide = false>
 struct Tile {
   static constexpr int kPerVector = 16 / sizeof(Bits);
   static constexpr int kVectors = kColumns / kPerVector;  // of a thread
@@ -307,18 +322,28 @@ struct Tile {
 
   // Vector u of this thread.
   static __device__ __forceinline__ uint32_t VectorOf(int u) {
+    if (kSideBySide) return threadIdx.x * kVectors + u;
     return (threadIdx.x / 32 * kVectors + u) * 32 + (threadIdx.x & 31);
   }
 
   __device__ uint32_t Start() const { return start; }
 
-  // The vectors from `first` on.
-  __device__ __forceinline__ void Load(const Vectors<Bits>& from, uint32_t first) {
+  // Whether all vectors from `first` on hold nothing but scores.
+  static __device__ __forceinline__ bool Inside(const Vectors<Bits>& from,
+                                                uint32_t first) {
+    return first >= from.first_inside &&
+           first + kTileVectors <= from.first_inside + from.num_inside;
+  }
+
+  // Says which columns it has: those of the vectors from `first` on.
+  __device__ __forceinline__ void Place(const Vectors<Bits>& from, uint32_t first) {
     start = from.columns.start;
     column = from.column + first * kPerVector;
     busy = first + threadIdx.x / 32 * (32 * kVectors) < from.size;
-    if (first >= from.first_inside &&
-        first + kTileVectors <= from.first_inside + from.num_inside) {
+  }
+  __device__ __forceinline__ void Load(const Vectors<Bits>& from, uint32_t first) {
+    Place(from, first);
+    if (Inside(from, first)) {
       const uint4* mine =
           reinterpret_cast<const uint4*>(from.data) + (first + VectorOf(0));
 #pragma unroll
@@ -358,9 +383,14 @@ struct Tile {
     }
   }
 
+  // Whether all vectors from `first` on hold nothing but columns.
+  static __device__ __forceinline__ bool Whole(const Vectors<Bits>& from,
+                                               uint32_t first) {
+    return from.num_whole == from.size && first + kTileVectors <= from.size;
+  }
   // What Load leaves to do: to be called when the vectors have arrived.
   __device__ __forceinline__ void Mask(const Vectors<Bits>& from, uint32_t first) {
-    if (from.num_whole == from.size && first + kTileVectors <= from.size) return;
+    if (Whole(from, first)) return;
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       const uint32_t i = first + VectorOf(u);
@@ -952,9 +982,8 @@ struct Counted {
   }
 };
 
-// Writes the columns of one tile or two that the masks have, as entries in column order,
-// to to[count], ..., as far as to[room - 1], and returns count plus their number. One
-// barrier. In turns: whoever uses totals[turn] again has passed the barrier of the next
+// Writes the columns of a tile that a mask has, as entries in column order, to to[count],
+// ..., as far as to[room - 1], and returns count plus their number. One barrier. In turns: whoever uses totals[turn] again has passed the barrier of the next
 // call.
 template <typename Tile>
 __device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile& tile,
@@ -968,72 +997,211 @@ __device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile& tile
   counted.Write(tile, to, room, count + SumBeforeWarp(totals, &all));
   return count + all;
 }
-template <typename Tile>
-__device__ __forceinline__ uint32_t CompactTiles(const Cta& cta, const Tile (&tiles)[1],
-                                                 int turn, uint32_t count, uint64_t* to,
-                                                 uint32_t room,
-                                                 const uint32_t (&masks)[1]) {
-  return CompactTile(cta, tiles[0], turn, count, to, room, masks[0]);
-}
-template <typename Tile>
-__device__ __forceinline__ uint32_t CompactTiles(const Cta& cta, const Tile (&tiles)[2],
-                                                 int turn, uint32_t count, uint64_t* to,
-                                                 uint32_t room,
-                                                 const uint32_t (&masks)[2]) {
-  const Counted<Tile> first(masks[0]);
-  const Counted<Tile> second(masks[1]);
-  uint32_t* totals = cta.scratch().totals[turn];
-  static_assert(kTileColumns < 1 << 16);
-  totals[threadIdx.x / 32] = second.Total() << 16 | first.Total();
-  __syncthreads();
-  uint32_t all;
-  const uint32_t before = SumBeforeWarp(totals, &all);
-  first.Write(tiles[0], to, room, count + (before & 0xFFFF));
-  count += all & 0xFFFF;
-  second.Write(tiles[1], to, room, count + (before >> 16));
-  return count + (all >> 16);
-}
 
-// kTiles tiles of a chunk, one behind the other.
-template <typename Bits, int kTiles>
-struct Run {
-  static constexpr uint32_t kRunVectors = kTiles * Tile<Bits>::kTileVectors;
-
-  Tile<Bits> tiles[kTiles];
-
-  __device__ __forceinline__ void Load(const Vectors<Bits>& chunk, uint32_t first) {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      tiles[t].Load(chunk, first + t * Tile<Bits>::kTileVectors);
-    }
-  }
-};
-
-// The same for a chunk, until more than `enough` columns have passed; returns how many
-// did, up to and with the run where that happened. `run` is the chunk's first. Each
-// run is on its way while the one before is looked at.
-template <typename Bits, int kTiles, typename Passes>
+// Writes the columns of a chunk that pass, as entries in column order, to to[0], ..., as far
+// as to[room - 1], until more than `enough` have passed; returns how many did, up to and
+// with the tile where that happened. Each tile is on its way, through registers, while the
+// one before is looked at; `tile` is the chunk's first.
+template <typename Bits, typename Passes>
 __device__ __forceinline__ uint32_t CompactChunk(const Cta& cta,
                                                  const Vectors<Bits>& chunk,
-                                                 Run<Bits, kTiles> run, uint64_t* to,
+                                                 Tile<Bits> tile, uint64_t* to,
                                                  uint32_t room, uint32_t enough,
                                                  Passes&& passes) {
-  constexpr uint32_t kRunVectors = Run<Bits, kTiles>::kRunVectors;
+  constexpr uint32_t kTileVectors = Tile<Bits>::kTileVectors;
   uint32_t count = 0;
   int turn = 0;
   for (uint32_t base = 0; base < chunk.size && count <= enough;
-       base += kRunVectors, turn ^= 1) {
-    uint32_t masks[kTiles];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      run.tiles[t].Mask(chunk, base + t * Tile<Bits>::kTileVectors);
-      masks[t] = MaskOf(run.tiles[t], passes);
-    }
-    Run<Bits, kTiles> next;
-    next.Load(chunk, base + kRunVectors);
-    count = CompactTiles(cta, run.tiles, turn, count, to, room, masks);
-    run = next;
+       base += kTileVectors, turn ^= 1) {
+    tile.Mask(chunk, base);
+    const uint32_t mask = MaskOf(tile, passes);
+    Tile<Bits> next;
+    next.Load(chunk, base + kTileVectors);
+    count = CompactTile(cta, tile, turn, count, to, room, mask);
+    tile = next;
   }
+  __syncthreads();
+  return count;
+}
+
+// The tiles of a chunk on their way through shared memory, behind the list, kStages at a
+// time. What is on its way takes no registers; and where few columns of a tile pass, each is
+// fetched by its place.
+//
+// A thread has 64 bytes side by side, and a warp is by itself: its lanes copy what they
+// share, so that neighbours copy neighbours. The 16 bytes with number v of a lane lie at
+// v ^ (lane / 2 % 4) of its 64, where lanes that read together meet no bank twice.
+template <typename Bits, int kStages>
+struct Stream {
+  static constexpr int kColumns = 64 / sizeof(Bits);  // of a thread
+  using Part = Tile<Bits, kColumns, true>;
+  static constexpr uint32_t kTileVectors = Part::kTileVectors;
+  static_assert(kTileVectors * sizeof(uint4) == kStageBytes);
+
+  uint32_t own;     // the first 16 bytes of this lane
+  uint32_t copies;  // where it copies to
+  uint32_t place;   // of the next tile, from the first on
+
+  __device__ __forceinline__ explicit Stream(const Cta& cta) : place(0) {
+    const uint32_t lane = threadIdx.x & 31;
+    const uint32_t warp =
+        static_cast<uint32_t>(__cvta_generic_to_shared(cta.list())) +
+        8 * cta.capacity + threadIdx.x / 32 * (32 * 64);
+    own = warp + lane * 64 + lane / 2 % 4 * 16;
+    copies = warp + lane / 4 * 64 + (lane % 4 ^ lane / 8) * 16;
+  }
+
+  static __device__ __forceinline__ void Copy(uint32_t to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+  }
+
+  // Asks for the tile of the vectors from `first` on.
+  __device__ __forceinline__ void Ask(const Vectors<Bits>& chunk, uint32_t first,
+                                      uint32_t at) const {
+    if (first < chunk.size) {
+      const uint32_t mine =
+          first + threadIdx.x / 32 * (32 * Part::kVectors) + (threadIdx.x & 31);
+      const uint4* data = reinterpret_cast<const uint4*>(chunk.data) + mine;
+      const uint32_t to = copies + at;
+      if (Part::Inside(chunk, first)) {
+#pragma unroll
+        for (int u = 0; u < Part::kVectors; ++u) Copy(to + u * 512, data + u * 32);
+      } else {
+#pragma unroll 1
+        for (int u = 0; u < Part::kVectors; ++u) {
+          if (mine + u * 32 - chunk.first_inside < chunk.num_inside) {
+            Copy(to + u * 512, data + u * 32);
+          } else {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + u * 512),
+                         "r"(kNoWord)
+                         : "memory");
+          }
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");  // one a tile, if empty
+  }
+
+  __device__ __forceinline__ void Start(const Vectors<Bits>& chunk) const {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      Ask(chunk, stage * kTileVectors, stage * static_cast<uint32_t>(kStageBytes));
+    }
+  }
+
+  // The tile of the vectors from `first` on, the next.
+  __device__ __forceinline__ void Take(const Vectors<Bits>& chunk, uint32_t first,
+                                       Part* part) const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    __syncwarp();
+    part->Place(chunk, first);
+#pragma unroll
+    for (int u = 0; u < Part::kVectors; ++u) {
+      uint4& vector = part->vectors[u];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
+                   : "r"((own + place) ^ (u * 16))
+                   : "memory");
+    }
+    if (part->Whole(chunk, first)) return;
+    part->Mask(chunk, first);
+#pragma unroll
+    for (int u = 0; u < Part::kVectors; ++u) {
+      const uint4& vector = part->vectors[u];
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"((own + place) ^
+                                                                    (u * 16)),
+                   "r"(vector.x), "r"(vector.y), "r"(vector.z), "r"(vector.w)
+                   : "memory");
+    }
+  }
+  // Word i of this thread's part of it.
+  __device__ __forceinline__ uint32_t WordAt(uint32_t i) const {
+    uint32_t word;
+    const uint32_t at = (own + place) ^ (i * static_cast<uint32_t>(sizeof(Bits)));
+    if constexpr (sizeof(Bits) == 4) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+      return word;
+    } else {
+      uint16_t half;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(at) : "memory");
+      return Widen(half);
+    }
+  }
+  // Its place is free, and goes to another.
+  __device__ __forceinline__ void Next(const Vectors<Bits>& chunk, uint32_t first) {
+    __syncwarp();
+    Ask(chunk, first + kStages * kTileVectors, place);
+    place += kStageBytes;
+    if (place == kStages * kStageBytes) place = 0;
+  }
+  __device__ __forceinline__ void End() const {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+};
+
+// The columns of a tile whose keys exceed `floor`: the highest bit for the first, to bit 0.
+//
+// The sign of a difference says it, in half of the time of a comparison and a bit: of
+// floats, the order is that of the keys, zeros too, unless one is a NaN.
+template <typename Part>
+__device__ __forceinline__ uint32_t MaskBeyond(const Part& part, uint32_t floor) {
+  const float limit = __uint_as_float(WordOf(floor));
+  uint32_t mask = 0;
+  float squares = 0;  // NaN if a difference is
+  part.ForEach([&](uint32_t word, int) {
+    const float difference = limit - __uint_as_float(word);
+    squares = fmaf(difference, difference, squares);
+    mask = __funnelshift_l(__float_as_uint(difference), mask, 1);
+  });
+  if (squares != squares) {
+    const Beyond beyond(floor);
+    mask = 0;
+    part.ForEach([&](uint32_t word, int) { mask = mask << 1 | (beyond(word) ? 1 : 0); });
+  }
+  return mask;
+}
+
+// CompactChunk for columns whose keys exceed `floor`, from a stream that was started.
+template <typename Bits, int kStages>
+__device__ __forceinline__ uint32_t CompactStream(const Cta& cta,
+                                                  const Vectors<Bits>& chunk,
+                                                  Stream<Bits, kStages>& stream,
+                                                  uint64_t* to, uint32_t room,
+                                                  uint32_t enough, uint32_t floor) {
+  using Part = typename Stream<Bits, kStages>::Part;
+  constexpr uint32_t kLast = Stream<Bits, kStages>::kColumns - 1;
+  const uint32_t list = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  uint32_t count = 0;
+  int turn = 0;
+  for (uint32_t base = 0; base < chunk.size && count <= enough;
+       base += Part::kTileVectors, turn ^= 1) {
+    Part part;
+    stream.Take(chunk, base, &part);
+    uint32_t mask = MaskBeyond(part, floor);
+    const uint32_t mine = __popc(mask);
+    uint32_t* totals = cta.scratch().totals[turn];
+    const uint32_t sum = WarpInclusiveSum(mine);
+    if ((threadIdx.x & 31) == 31) totals[threadIdx.x / 32] = sum;
+    __syncthreads();
+    uint32_t all;
+    uint32_t position = count + SumBeforeWarp(totals, &all) + sum - mine;
+    const uint32_t column = part.ColumnAt(0);
+#pragma unroll 1
+    for (; mask != 0; ++position) {
+      const uint32_t bit = 31 - __clz(static_cast<int>(mask));
+      mask ^= 1u << bit;
+      const uint32_t i = kLast ^ bit;
+      if (position < room) {
+        asm volatile("st.shared.v2.u32 [%0], {%2, %1};" ::"r"(list + 8 * position),
+                     "r"(stream.WordAt(i)), "r"(column + i)
+                     : "memory");
+      }
+    }
+    count += all;
+    stream.Next(chunk, base);
+  }
+  stream.End();
   __syncthreads();
   return count;
 }
@@ -1308,10 +1476,17 @@ struct Reduced {
 
 // Columns of a chunk whose key exceeds `floor`, into the list. Returns their number; if
 // that is above the capacity, the list is of no use. Requires floor >= LeastKey.
-template <typename Bits, int kTiles>
+template <typename Bits, int kStages>
 __device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
                                                 const Vectors<Bits>& chunk,
-                                                const Run<Bits, kTiles>& first,
+                                                Stream<Bits, kStages>& stream,
+                                                uint32_t floor) {
+  return CompactStream(cta, chunk, stream, cta.list(), cta.capacity, cta.capacity, floor);
+}
+template <typename Bits>
+__device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
+                                                const Vectors<Bits>& chunk,
+                                                const Tile<Bits>& first,
                                                 uint32_t floor) {
   const Beyond beyond(floor);
   return CompactChunk(cta, chunk, first, cta.list(), cta.capacity, cta.capacity,
@@ -1327,7 +1502,7 @@ __device__ __noinline__ uint32_t CollectTies(const Cta cta, const Vectors<Bits> 
   if (wanted == 0) return 0;
   const Columns columns = chunk.columns;
   const uint32_t tie = WordOf(key);
-  Run<Bits, 1> first;
+  Tile<Bits> first;
   first.Load(chunk, 0);
   const uint32_t found = CompactChunk(
       cta, chunk, first, cta.list() + at, wanted, wanted - 1,
@@ -1347,7 +1522,7 @@ __device__ __noinline__ Reduced SelectExactly(const Cta cta, const Vectors<Bits>
   const ChunkWords<Bits> words = {first_score, columns.stop - columns.start,
                                   columns.start};
   const uint32_t key = SelectByKey(cta, words, k, 0, 0, 0, 0xFFFFFFFFu).key;
-  Run<Bits, 1> first;
+  Tile<Bits> first;
   first.Load(chunk, 0);
   __syncthreads();
   const uint32_t survivors = FilterChunk(cta, chunk, first, key);  // fewer than k
@@ -1360,10 +1535,10 @@ __device__ __noinline__ Reduced SelectExactly(const Cta cta, const Vectors<Bits>
 //   - all survivors of the chunk if they fit, or exactly its own k largest;
 //   - fewer than k survivors and a strict filter: the first ties, up to k together.
 // `ties_at`: where ties go, at least; the list has room for k more there.
-template <typename Bits, int kTiles>
+// `first`: a stream that was started, or the first tile.
+template <typename Bits, typename First>
 __device__ __forceinline__ Reduced ReduceChunk(const Cta& cta,
-                                               const Vectors<Bits>& chunk,
-                                               const Run<Bits, kTiles>& first,
+                                               const Vectors<Bits>& chunk, First& first,
                                                uint32_t k, const Filter& filter,
                                                uint32_t ties_at) {
   const uint32_t survivors = FilterChunk(cta, chunk, first, filter.floor);
@@ -1875,7 +2050,7 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
 // `meet(&reduced, filter)` hands over what the chunk was reduced to; it returns false if
 // another CTA answers, and else leaves in the list and in `reduced` what the chunks of
 // all were reduced to.
-template <bool kMaySort, bool kInRegisters, int kTiles, typename Bits, typename Prepare,
+template <bool kMaySort, bool kInRegisters, int kStages, typename Bits, typename Prepare,
           typename Meet>
 __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& params,
                                           int64_t row, const Row<Bits>& entries,
@@ -1896,12 +2071,22 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   SampleWords sample;
   DrawSample(entries.scores, entries.data, entries.columns, sampling, &sample);
   const Vectors<Bits> vectors = entries.Of(chunk);
-  Run<Bits, kTiles> first;
-  first.Load(vectors, 0);
-  prepare();
-  const Filter filter =
-      SampleFilter<Bits>(cta, sampling, sample, [&] { first.Load(vectors, 0); });
-  Reduced reduced = ReduceChunk(cta, vectors, first, k, filter, ties_at);
+  Filter filter;
+  Reduced reduced;
+  if constexpr (kStages > 0) {
+    Stream<Bits, kStages> stream(cta);
+    stream.Start(vectors);
+    prepare();
+    filter = SampleFilter<Bits>(cta, sampling, sample, [] {});
+    reduced = ReduceChunk(cta, vectors, stream, k, filter, ties_at);
+  } else {
+    Tile<Bits> first;
+    first.Load(vectors, 0);
+    prepare();
+    filter =
+        SampleFilter<Bits>(cta, sampling, sample, [&] { first.Load(vectors, 0); });
+    reduced = ReduceChunk(cta, vectors, first, k, filter, ties_at);
+  }
   if (!meet(&reduced, filter)) return;
   if (reduced.survivors + reduced.ties < k) {  // the sample was too high
     reduced = SelectExactly(cta, entries.Of(entries.columns), k);

@@ -156,7 +156,7 @@ __device__ Reduced Gather(const Cta& cta, const RowState& state, uint32_t ctas,
   return {survivors, wanted_ties, survivors, false};
 }
 
-template <typename Bits, int kTiles>
+template <typename Bits, int kStages>
 __global__ void __launch_bounds__(kThreads, 1)
     SplitTopK(const TopKParams params, uint32_t capacity, const WholeRows whole,
               uint32_t min_chunk, const Workspace workspace) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (last) *reduced = Gather(cta, state(), cutting.count, entries.columns);
     return last;
   };
-  SelectRow<true, false, kTiles>(cta, params, row, entries, columns, whole, 0, install,
+  SelectRow<true, false, kStages>(cta, params, row, entries, columns, whole, 0, install,
                                  meet);
 }
 
@@ -197,22 +197,22 @@ using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         const Workspace);
 
 template <typename Bits>
-Kernel KernelOf(bool long_chunks) {
-  return long_chunks ? SplitTopK<Bits, 2> : SplitTopK<Bits, 1>;
+Kernel KernelOf(bool has_stages) {
+  return has_stages ? SplitTopK<Bits, kStagesAlone> : SplitTopK<Bits, 0>;
 }
 
-Kernel KernelFor(ScoreType type, bool long_chunks) {
-  return type == ScoreType::kF32 ? KernelOf<uint32_t>(long_chunks)
-                                 : KernelOf<uint16_t>(long_chunks);
+Kernel KernelFor(ScoreType type, bool has_stages) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(has_stages)
+                                 : KernelOf<uint16_t>(has_stages);
 }
 
 }  // namespace
 
 cudaError_t PrepareSplitTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
-    for (bool long_chunks : {false, true}) {
+    for (bool has_stages : {false, true}) {
       const cudaError_t error = cudaFuncSetAttribute(
-          KernelFor(type, long_chunks), cudaFuncAttributeMaxDynamicSharedMemorySize,
+          KernelFor(type, has_stages), cudaFuncAttributeMaxDynamicSharedMemorySize,
           static_cast<int>(bytes));
       if (error != cudaSuccess) return error;
     }
@@ -227,7 +227,7 @@ cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* wo
   const dim3 grid(static_cast<unsigned>(plan.ctas_per_row), static_cast<unsigned>(y),
                   static_cast<unsigned>((params.rows + y - 1) / y));
   KernelFor(params.type,
-            plan.long_chunks)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
+            plan.stages > 0)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.min_chunk),
       Workspace{static_cast<char*>(workspace), workspace_bytes_per_row,
