@@ -63,6 +63,8 @@ class Cache(NamedTuple):
         index_keys: ``(batch, n, index_dim)``.
         lengths: int32 ``(batch,)``, the tokens of each sequence so far.
         page_table: int32 ``(batch, pages)`` of pages of ``n // pages`` slots, or None.
+        index_scales: float32 ``(batch, n)``, by which quantised index keys are to be
+            multiplied; None if they are not quantised.
     """
 
     keys: jax.Array
@@ -70,6 +72,7 @@ class Cache(NamedTuple):
     index_keys: jax.Array
     lengths: jax.Array
     page_table: jax.Array | None = None
+    index_scales: jax.Array | None = None
 
 
 class Projected(NamedTuple):
@@ -112,18 +115,34 @@ def init(key: jax.Array, config: Config, dtype: DTypeLike = float) -> Params:
     return {name: x.astype(dtype) for name, x in params.items()}
 
 
-def new_cache(batch: int, n: int, config: Config, dtype: DTypeLike = float) -> Cache:
-    """An empty cache for ``batch`` sequences of up to ``n`` tokens."""
-    return Cache(
-        jnp.zeros((batch * n, config.groups, config.head_dim), dtype),
-        jnp.zeros((batch * n, config.groups, config.head_dim), dtype),
-        jnp.zeros((batch, n, config.index_dim), dtype),
-        jnp.zeros(batch, np.int32),
-    )
+def new_cache(
+    batch: int,
+    n: int,
+    config: Config,
+    dtype: DTypeLike = float,
+    index_dtype: DTypeLike | None = None,
+) -> Cache:
+    """An empty cache for ``batch`` sequences of up to ``n`` tokens.
+
+    Args:
+        batch: sequences.
+        n: tokens there is room for, of each.
+        config: of the layer.
+        dtype: of the keys and values.
+        index_dtype: of the index keys; None: as ``dtype``. In ``float8_e4m3fn`` they
+            are quantised, with a scale for each key.
+    """
+    slots = (batch * n, config.groups, config.head_dim)
+    return _empty(slots, (batch, n), None, config, dtype, index_dtype)
 
 
 def new_paged_cache(
-    page_table: jax.Array, page_size: int, num_pages: int, config: Config, dtype=float
+    page_table: jax.Array,
+    page_size: int,
+    num_pages: int,
+    config: Config,
+    dtype: DTypeLike = float,
+    index_dtype: DTypeLike | None = None,
 ) -> Cache:
     """An empty cache in ``num_pages`` pages, of which each row of the table lists its.
 
@@ -134,16 +153,61 @@ def new_paged_cache(
         num_pages: pages there are, for all sequences.
         config: of the layer.
         dtype: of the keys and values.
+        index_dtype: of the index keys, as for ``new_cache``.
     """
     batch, pages = page_table.shape
     slots = (num_pages * page_size, config.groups, config.head_dim)
+    places = (batch, pages * page_size)
+    return _empty(slots, places, page_table, config, dtype, index_dtype)
+
+
+def _empty(
+    slots: tuple[int, ...],
+    places: tuple[int, int],
+    page_table: jax.Array | None,
+    config: Config,
+    dtype: DTypeLike,
+    index_dtype: DTypeLike | None,
+) -> Cache:
+    index_dtype = dtype if index_dtype is None else index_dtype
+    index_keys = jnp.zeros((*places, config.index_dim), index_dtype)
+    quantised = index_keys.dtype == jnp.float8_e4m3fn
     return Cache(
         jnp.zeros(slots, dtype),
         jnp.zeros(slots, dtype),
-        jnp.zeros((batch, pages * page_size, config.index_dim), dtype),
-        jnp.zeros(batch, np.int32),
+        index_keys,
+        jnp.zeros(places[0], np.int32),
         page_table,
+        jnp.zeros(places, np.float32) if quantised else None,
     )
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Vectors in FP8 with a scale each, as DeepSeek-V3.2 keeps the keys of its indexer.
+
+    Args:
+        x: ``(..., dim)``.
+
+    Returns:
+        float8_e4m3fn ``(..., dim)``, of which the largest in magnitude is 448, and
+        float32 ``(...)``, what to multiply them by. That is ``x`` within a 16th of each
+        feature, or 2^-18 of the largest.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_topk.sparse_attention import quantise
+        >>> values, scales = quantise(jnp.array([[7.0, -3.5, 0.1], [0.0, 0.0, 0.0]]))
+        >>> print(values)
+        [[448 -224 6.5]
+         [0 0 0]]
+        >>> print(values.astype(jnp.float32) * scales[:, None])
+        [[ 7.        -3.5        0.1015625]
+         [ 0.         0.         0.       ]]
+    """
+    x = x.astype(np.float32)
+    most = float(jnp.finfo(jnp.float8_e4m3fn).max)  # 448
+    scales = jnp.maximum(jnp.abs(x).max(-1), 1e-30) / most
+    return (x / scales[..., None]).astype(jnp.float8_e4m3fn), scales
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -179,7 +243,12 @@ def project(params: Params, x: jax.Array, positions: jax.Array) -> Projected:
     )
 
 
-def index_scores(queries: jax.Array, keys: jax.Array, weights: jax.Array) -> jax.Array:
+def index_scores(
+    queries: jax.Array,
+    keys: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array | None = None,
+) -> jax.Array:
     """The lightning indexer: what each key is worth to each query.
 
     The sum over heads of weight times ReLU of query times key, divided by the root of
@@ -189,6 +258,8 @@ def index_scores(queries: jax.Array, keys: jax.Array, weights: jax.Array) -> jax
         queries: ``(batch, t, index_heads, index_dim)``.
         keys: ``(batch, n, index_dim)``, shared by the heads.
         weights: ``(batch, t, index_heads)``, of either sign.
+        scales: float32 ``(batch, n)``, of keys from ``quantise``. They are positive,
+            and so leave the ReLU: one factor of the whole sum.
 
     Returns:
         Scores ``(batch, t, n)`` of float32.
@@ -201,11 +272,14 @@ def index_scores(queries: jax.Array, keys: jax.Array, weights: jax.Array) -> jax
         >>> print(index_scores(queries, keys, jnp.array([[[1.0, -2.0]]])))
         [[[ 0.5 -5.   0. ]]]
     """
+    if scales is not None:
+        keys = keys.astype(queries.dtype)  # exact, and done within the product
     dots = jnp.einsum(
         "bthd,bnd->bthn", queries, keys, preferred_element_type=np.float32
     )
     weights = weights.astype(np.float32) / np.sqrt(queries[0, 0].size)
-    return (jax.nn.relu(dots) * weights[..., None]).sum(2)  # one pass, no product
+    scores = (jax.nn.relu(dots) * weights[..., None]).sum(2)  # one pass, no product
+    return scores if scales is None else scores * scales[:, None]
 
 
 def windows(positions: jax.Array, config: Config) -> dict[str, Any]:
@@ -280,13 +354,18 @@ def append(cache: Cache, new: Projected, positions: jax.Array) -> Cache:
     else:
         size = n // cache.page_table.shape[1]
         slots = cache.page_table[rows, positions // size] * size + positions % size
+    index_keys, index_scales = new.index_keys, cache.index_scales
+    if index_scales is not None:
+        index_keys, scales = quantise(index_keys)
+        index_scales = index_scales.at[rows, positions].set(scales)
     return cache._replace(
         keys=cache.keys.at[slots].set(new.keys.astype(cache.keys.dtype)),
         values=cache.values.at[slots].set(new.values.astype(cache.values.dtype)),
         index_keys=cache.index_keys.at[rows, positions].set(
-            new.index_keys.astype(cache.index_keys.dtype)
+            index_keys.astype(cache.index_keys.dtype)
         ),
         lengths=cache.lengths + t,
+        index_scales=index_scales,
     )
 
 
@@ -307,7 +386,9 @@ def extend(
     positions = cache.lengths[:, None] + np.arange(x.shape[1], dtype=np.int32)
     new = project(params, x, positions)
     cache = append(cache, new, positions)
-    scores = index_scores(new.index_queries, cache.index_keys, new.index_weights)
+    scores = index_scores(
+        new.index_queries, cache.index_keys, new.index_weights, cache.index_scales
+    )
     slots = select(scores, cache, positions, config)
     out = attend(new.queries, cache.keys, cache.values, slots)
     return jnp.einsum("bthd,hdw->btw", out, params["output"]), cache
