@@ -2,11 +2,14 @@
 """A decode step of sparse attention, end to end, with four ways to select the keys.
 
     python benchmarks/decode_step.py                        the table of the README
-    python benchmarks/decode_step.py --batches 1 --contexts 4096 --steps 4     a part
+    python benchmarks/decode_step.py --batches 1 --contexts 4096 --fp8-contexts 4096
+        --selection-contexts --prefill-contexts                         a part
+
 
 One layer of jax_topk.sparse_attention: project a token, append it to a paged key cache,
 score all keys with the indexer, select k, attend, project. Decoding runs in a scan, as
-a server runs it. What selects:
+a server runs it. The indexer's keys are bfloat16, or, as in DeepSeek-V3.2, FP8 with a
+scale each; the keys and values of attention are bfloat16. What selects:
 
     lax.top_k        scores masked beyond the length, jax.lax.top_k, slots by a gather
     accelerate_lax   the very same function, within jax_topk.accelerate_lax()
@@ -15,7 +18,8 @@ a server runs it. What selects:
     none             the first k columns: what the rest of the step takes
 
 The share of the selection is what a step takes beyond that of "none". In the rows
-"selection" there is nothing else, with the scores at hand.
+"selection" there is nothing else, with the scores at hand. All ways take turns, and the
+median of the turns counts; what follows +- is half of what their middle half spans.
 """
 
 import argparse
@@ -40,6 +44,7 @@ CONFIG = sparse.Config(
 )
 PAGE_SIZE = 64
 DTYPE = jnp.bfloat16
+FP8 = jnp.float8_e4m3fn
 
 
 def slots_of(columns: jax.Array, cache: sparse.Cache) -> jax.Array:
@@ -90,7 +95,9 @@ def extend(
     positions = cache.lengths[:, None] + np.arange(x.shape[1], dtype=np.int32)
     new = sparse.project(params, x, positions)
     cache = sparse.append(cache, new, positions)
-    scores = sparse.index_scores(new.index_queries, cache.index_keys, new.index_weights)
+    scores = sparse.index_scores(
+        new.index_queries, cache.index_keys, new.index_weights, cache.index_scales
+    )
     slots = select(scores, cache, positions)
     out = sparse.attend(new.queries, cache.keys, cache.values, slots)
     return jnp.einsum("bthd,hdw->btw", out, params["output"]), cache
@@ -131,7 +138,8 @@ def select_only(
 
     del x
     total = jnp.zeros((*scores.shape[:-1], CONFIG.k), np.int32)
-    return cache, jax.lax.scan(step, total, jnp.arange(steps))[0]
+    # Unrolled, or what it takes to start a turn of the loop would hide the kernels.
+    return cache, jax.lax.scan(step, total, jnp.arange(steps), unroll=8)[0]
 
 
 def prefill(
@@ -146,8 +154,10 @@ def prefill(
     return cache, y
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def filled_cache(key: jax.Array, batch: int, context: int) -> sparse.Cache:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def filled_cache(
+    key: jax.Array, batch: int, context: int, index_dtype: Any = DTYPE
+) -> sparse.Cache:
     """A cache full of normal keys, its pages in disorder."""
     table = jax.random.permutation(key, batch * context // PAGE_SIZE)
     table = table.astype(np.int32).reshape(batch, -1)
@@ -159,12 +169,16 @@ def filled_cache(key: jax.Array, batch: int, context: int) -> sparse.Cache:
 
     keys = jax.random.split(key, 3)
     slots = (batch * context, CONFIG.groups, CONFIG.head_dim)
+    index_keys, scales = normal(keys[2], CONFIG.index_dim), None
+    if index_dtype == FP8:
+        index_keys, scales = sparse.quantise(index_keys)
     return sparse.Cache(
         normal(keys[0], CONFIG.groups * CONFIG.head_dim).reshape(slots),
         normal(keys[1], CONFIG.groups * CONFIG.head_dim).reshape(slots),
-        normal(keys[2], CONFIG.index_dim),
+        index_keys,
         jnp.zeros(batch, np.int32),
         table,
+        scales,
     )
 
 
@@ -181,30 +195,42 @@ def compiled(runs: dict[str, Any], *given: Any) -> dict[str, Any]:
 
 
 def measure(
-    program: Any, params: Any, cache: sparse.Cache, *given: Any, repeats: int
-) -> tuple[sparse.Cache, float, float]:
-    """The cache, which is donated, seconds of a run, and bytes of its program."""
-    times = []
-    for turn in range(1 + repeats):
-        start = time.perf_counter()
-        cache, _ = jax.block_until_ready(program(params, cache, *given))
-        if turn:
-            times.append(time.perf_counter() - start)
-    memory = program.memory_analysis()
-    peak = 0.0
-    if memory is not None:
-        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return cache, statistics.median(times), peak
+    programs: dict[str, Any], params: Any, cache: sparse.Cache, *given: Any, turns: int
+) -> dict[str, tuple[list[float], float]]:
+    """Of each program: seconds of its runs, and bytes. They take turns."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(1 + turns):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            cache, _ = jax.block_until_ready(program(params, cache, *given))
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    peaks = {}
+    for name, program in programs.items():
+        memory = program.memory_analysis()
+        peaks[name] = 0.0
+        if memory is not None:
+            peaks[name] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            peaks[name] += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {name: (times[name], peaks[name]) for name in programs}
 
 
 def case(
-    given: argparse.Namespace, params: Any, phase: str, batch: int, context: int
+    given: argparse.Namespace,
+    params: Any,
+    phase: str,
+    batch: int,
+    context: int,
+    index_dtype: Any,
 ) -> list[dict[str, Any]]:
     """All ways to select, for one size."""
-    cache = filled_cache(jax.random.key(batch + context), batch, context)
+    cache = filled_cache(jax.random.key(batch + context), batch, context, index_dtype)
     t = given.prefill_tokens if phase == "prefill" else 1
-    steps = 1 if phase == "prefill" else given.steps
+    steps = {
+        "prefill": 1,
+        "decode": given.steps,
+        "selection": min(given.selection_steps, context - 1),
+    }[phase]
     count = max(t, steps)
     lengths = jnp.full(batch, context - count, np.int32)
     x = jax.random.normal(jax.random.key(1), (batch, t, CONFIG.width), DTYPE)
@@ -214,19 +240,21 @@ def case(
     run = {"decode": decode, "selection": select_only, "prefill": prefill}[phase]
     options = {} if phase == "prefill" else {"steps": steps}
     runs = {name: functools.partial(run, SELECTIONS[name], **options) for name in names}
+    programs = compiled(runs, params, cache, lengths, x)
+    measured = measure(programs, params, cache, lengths, x, turns=given.repeats)
     rows = []
-    for name, program in compiled(runs, params, cache, lengths, x).items():
-        cache, seconds, peak = measure(
-            program, params, cache, lengths, x, repeats=given.repeats
-        )
-        step = seconds / steps
+    for name, (times, peak) in measured.items():
+        step = statistics.median(times) / steps
+        low, high = np.percentile(times, (25, 75))
         rows.append(
             {
                 "phase": f"prefill of {t}" if phase == "prefill" else phase,
+                "index_keys": jnp.dtype(index_dtype).name,
                 "batch": batch,
                 "context": context,
                 "selection": name,
                 "us": 1e6 * step,
+                "us_spread": 1e6 * (high - low) / 2 / steps,
                 "tokens_per_s": batch * t / step,
                 "gigabytes": peak / 1e9,
             }
@@ -236,11 +264,12 @@ def case(
     for row in rows:
         row["share"] = max(row["us"] - rest, 0) / row["us"]
         row["times_as_fast"] = slowest / row["us"]
+        keys = "" if phase == "selection" else row["index_keys"]
         print(
-            f"{row['phase']:>14} {batch:5} {context:8}  {row['selection']:<15}"
-            f"{row['us']:11.1f} us {100 * row['share']:5.0f} %"
-            f"{row['tokens_per_s']:11.0f} {row['gigabytes']:8.1f} GB"
-            f"{row['times_as_fast']:7.2f} x",
+            f"{row['phase']:>14}  {keys:<13} {batch:5} {context:8}  "
+            f"{row['selection']:<15}{row['us']:8.1f} us +-{row['us_spread']:5.1f}"
+            f"{100 * row['share']:5.0f} %{row['tokens_per_s']:10.0f}"
+            f"{row['gigabytes']:7.1f} GB{row['times_as_fast']:7.2f} x",
             flush=True,
         )
     return rows
@@ -252,17 +281,23 @@ def plot(rows: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    sizes = list(dict.fromkeys((r["phase"], r["batch"], r["context"]) for r in rows))
+    def size_of(row: dict[str, Any]) -> tuple[str, str, int, int]:
+        fp8 = row["index_keys"] == jnp.dtype(FP8).name
+        return row["phase"], "FP8" if fp8 else "", row["batch"], row["context"]
+
+    sizes = list(dict.fromkeys(size_of(row) for row in rows))
     names = list(dict.fromkeys(row["selection"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(13, 4.5), layout="constrained")
     for i, name in enumerate(names):
         mine = [row for row in rows if row["selection"] == name]
         each = [row["us"] / 1e3 for row in mine]
-        at = [sizes.index((r["phase"], r["batch"], r["context"])) for r in mine]
+        at = [sizes.index(size_of(row)) for row in mine]
         places = np.array(at) + (i - len(names) / 2 + 0.5) * 0.16
         label = "without a selection" if name == "none" else name
         axes.bar(places, each, 0.15, label=label)
-    labels = [f"{phase}\n{batch} x {n // 1024} K" for phase, batch, n in sizes]
+    labels = [
+        f"{phase}\n{batch} x {n // 1024} K\n{keys}" for phase, keys, batch, n in sizes
+    ]
     axes.set_xticks(np.arange(len(sizes)), labels, fontsize=8)
     axes.set(yscale="log", ylabel="ms", title=title)
     axes.legend(fontsize=8)
@@ -278,12 +313,16 @@ def main() -> None:
     numbers: dict[str, Any] = {"type": int, "nargs": "*"}
     parser.add_argument("--batches", default=[1, 8, 64], **numbers)
     parser.add_argument("--contexts", default=[32768, 131072, 524288], **numbers)
+    parser.add_argument(
+        "--fp8-contexts", default=[131072], help="with index keys in FP8", **numbers
+    )
     parser.add_argument("--selection-contexts", default=[131072], **numbers)
     parser.add_argument("--prefill-contexts", default=[131072], **numbers)
     parser.add_argument("--prefill-tokens", type=int, default=512)
     parser.add_argument("--selections", nargs="+", default=list(SELECTIONS)[:-1])
-    parser.add_argument("--steps", type=int, default=16, help="tokens in a scan")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=64, help="tokens in a scan")
+    parser.add_argument("--selection-steps", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build"))
     given = parser.parse_args()
 
@@ -295,18 +334,21 @@ def main() -> None:
     )
     print(title)
     print(
-        f"{'phase':>14} {'batch':>5} {'context':>8}  {'selection':<15}{'step':>11}    "
-        f"{'share':>6}{'tokens/s':>12} {'memory':>11}{'speed':>9}"
+        f"{'phase':>14}  {'index keys':<13} {'batch':>5} {'context':>8}  "
+        f"{'selection':<15}{'step':>8}{'share':>16}{'tokens/s':>11}{'memory':>10}"
+        f"{'speed':>9}"
     )
     params = sparse.init(jax.random.key(0), CONFIG, DTYPE)
-    sizes = [("decode", b, n) for n in given.contexts for b in given.batches]
+    batches = given.batches
+    sizes = [("decode", b, n, DTYPE) for n in given.contexts for b in batches]
+    sizes += [("decode", b, n, FP8) for n in given.fp8_contexts for b in batches]
     sizes += [
-        ("selection", b, n) for n in given.selection_contexts for b in given.batches
+        ("selection", b, n, DTYPE) for n in given.selection_contexts for b in batches
     ]
-    sizes += [("prefill", 1, n) for n in given.prefill_contexts]
+    sizes += [("prefill", 1, n, DTYPE) for n in given.prefill_contexts]
     start, rows = time.perf_counter(), []
-    for phase, batch, context in sizes:
-        rows += case(given, params, phase, batch, context)
+    for size in sizes:
+        rows += case(given, params, *size)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
     given.out.mkdir(parents=True, exist_ok=True)
