@@ -34,6 +34,7 @@ CONFIG = sparse.Config(
     width=64, heads=4, groups=2, head_dim=16, index_heads=4, index_dim=16, k=32
 )
 LAYERS, TOKENS, BATCH = 2, 256, 10
+FP8 = jnp.float8_e4m3fn
 
 # 1. One layer ------------------------------------------------------------------------
 
@@ -90,6 +91,12 @@ def layer_checks() -> bool:
     results.append(check("prefill into pages: into a run of slots", y, whole))
     y = decode(params, config, paged, x)
     results.append(check("decoding from pages: from a run of slots", y, decoded))
+
+    fp8 = sparse.new_cache(batch, n, config, index_dtype=FP8)
+    whole, _ = extend(params, config, fp8, x)
+    paged = sparse.new_paged_cache(table, size, len(pages), config, index_dtype=FP8)
+    y = decode(params, config, paged, x)
+    results.append(check("index keys in FP8, decoding from pages: at once", y, whole))
 
     def loss(params: sparse.Params, layer: Any) -> jax.Array:
         return (layer(params) ** 2).mean()
@@ -176,8 +183,11 @@ def densely(_: int, params: sparse.Params, x: jax.Array) -> Any:
     return sparse.dense(params, CONFIG, x)
 
 
-def sparsely(_: int, params: sparse.Params, x: jax.Array) -> Any:
-    cache = sparse.new_cache(x.shape[0], x.shape[1], CONFIG)
+def sparsely(
+    _: int, params: sparse.Params, x: jax.Array, index_dtype: Any = None
+) -> Any:
+    batch, t, _ = x.shape
+    cache = sparse.new_cache(batch, t, CONFIG, index_dtype=index_dtype)
     return sparse.extend(params, CONFIG, cache, x)
 
 
@@ -242,6 +252,10 @@ def evaluate(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
     return {
         "dense": bits(logits, tokens),
         "sparse": bits(apply(params, tokens, sparsely)[0], tokens),
+        "fp8": bits(
+            apply(params, tokens, functools.partial(sparsely, index_dtype=FP8))[0],
+            tokens,
+        ),
         "recall": held(best=False),
         "best": held(best=True),
     }
@@ -283,7 +297,8 @@ def training(data: np.ndarray, steps: int, chunk: int = 20) -> tuple[Any, Any, b
     print(
         f"on unseen text, bits a byte: dense {after['dense']:.3f}; with {CONFIG.k} "
         f"keys of up to {TOKENS}: {untrained['sparse']:.3f} before the indexers "
-        f"learnt, {after['sparse']:.3f} after"
+        f"learnt, {after['sparse']:.3f} after "
+        f"({after['fp8']:.3f} with index keys in FP8)"
     )
     good = (
         learning[-1] < learning[0]
