@@ -130,16 +130,19 @@ def select_only(
     x: jax.Array,
     steps: int,
 ) -> tuple[sparse.Cache, jax.Array]:
-    """The selections of some steps, from the same scores."""
+    """The selections of some steps, one after the other, from the same scores."""
 
-    def step(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-        positions = lengths[:, None] + i
-        return total + select(scores, cache, positions), None
+    def step(slots: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        # Never true, but the slots of the step before have to be there, as in decoding:
+        # all of them, and in memory.
+        moved = (slots[:, 0, :1] < -1).astype(np.int32)
+        slots = select(scores, cache, lengths[:, None] + i + moved)
+        return jax.lax.optimization_barrier(slots), None
 
     del x
-    total = jnp.zeros((*scores.shape[:-1], CONFIG.k), np.int32)
+    slots = jnp.zeros((*scores.shape[:-1], CONFIG.k), np.int32)
     # Unrolled, or what it takes to start a turn of the loop would hide the kernels.
-    return cache, jax.lax.scan(step, total, jnp.arange(steps), unroll=8)[0]
+    return cache, jax.lax.scan(step, slots, jnp.arange(steps), unroll=8)[0]
 
 
 def prefill(
