@@ -279,6 +279,25 @@ struct Tiles {
     return word;
   }
 
+  // f(word) for all words, of which only those of Valid() count.
+  static constexpr int kCount = kColumns;
+  template <typename F>
+  __device__ __forceinline__ void ForAll(F&& f) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < kOfTile; ++i) {
+        constexpr int kPerVector = Tile<Bits, kOfTile>::kPerVector;
+        f(ValueBins::Any(tiles[t].Word(i / kPerVector, i % kPerVector)));
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t Valid() const {
+    uint32_t valid = 0;
+    ForEach([&](uint32_t, int i) { valid |= 1u << i; });
+    return valid;
+  }
+
   // f(word, number among those of this thread), of all that have a column.
   template <typename F>
   __device__ __forceinline__ void ForEach(F&& f) const {
@@ -389,16 +408,11 @@ __device__ __forceinline__ void SelectTogether(const Cta& cta, const TopKParams&
   cooperative_groups::this_cluster().barrier_wait();
   Found together = exchange.Find(cta, k, {});
 
-  Marks marks;
+  Marks marks = {0, 0};
   uint32_t low = 0;
   uint32_t high = 0;
   if (together.inside <= kFewOfCluster) {
-    const float above = ValueBins::BeginOf(together.bin + 1);
-    const float reached = ValueBins::BeginOf(together.bin);
-    words.ForEach([&](uint32_t word, int i) {
-      const float place = bin_of.Place(ValueBins::Any(word));
-      marks.Add(place >= above, place >= reached, i);
-    });
+    marks = MarksOf(words, bin_of, together.bin);
   } else {
     // Words crowd in the bin: the rest by key.
     uint32_t min_key = 0xFFFFFFFFu;
@@ -439,7 +453,8 @@ __device__ __forceinline__ void SelectTogether(const Cta& cta, const TopKParams&
     }
     words.ForEach([&](uint32_t word, int i) {
       const uint32_t key = KeyOf(word);
-      marks.Add(key > high, key >= low, i);
+      if (key > high) marks.above |= 1u << i;
+      if (key >= low) marks.reached |= 1u << i;
     });
   }
 

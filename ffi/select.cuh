@@ -428,6 +428,14 @@ struct Tile {
   __device__ uint32_t ColumnAt(int i) const {
     return column + VectorOf(i / kPerVector) * kPerVector + i % kPerVector;
   }
+  // f(word) for all words, of which only those of Valid() count.
+  static constexpr int kCount = kColumns;
+  template <typename F>
+  __device__ __forceinline__ void ForAll(F&& f) const {
+    ForEach([&](uint32_t word, int) { f(word); });
+  }
+  __device__ __forceinline__ uint32_t Valid() const { return 0xFFFFFFFFu; }
+
   // f(word, its number among those of this thread, a constant).
   template <typename F>
   __device__ __forceinline__ void ForEach(F&& f) const {
@@ -720,9 +728,9 @@ struct ValueBins {
   __device__ __forceinline__ uint32_t operator()(uint32_t word) const {
     return (__float_as_uint(Place(word)) & (4 * kNumBins - 4)) / 4;
   }
-  // Words whose place is not below this are in the bin or above it.
-  static __device__ float BeginOf(uint32_t bin) {
-    return __uint_as_float(__float_as_uint(2097152.0f) + 4 * bin);
+  // Words whose place is beyond this are in the bin or above it.
+  static __device__ float Below(uint32_t bin) {
+    return __uint_as_float(__float_as_uint(2097152.0f) + 4 * bin - 1);
   }
 
   // For NaNs on both sides, which are to go where infinities go.
@@ -744,14 +752,17 @@ __device__ __forceinline__ Range RangeOf(const Cta& cta, const Words& words) {
   const uint32_t warp = threadIdx.x / 32;
   Cta::Scratch& scratch = cta.scratch();
   float low = __uint_as_float(0x7F800000u);
-  float high = __uint_as_float(0xFF800000u);
-  int most = 0;  // above inf if a word is a NaN above it
+  int most = -1;  // the greatest word, if one has no sign
   words.ForEach([&](uint32_t word, int) {
     low = fminf(low, __uint_as_float(word));  // passes over NaNs
-    high = fmaxf(high, __uint_as_float(word));
     most = max(most, static_cast<int>(word));
   });
-  if (most > 0x7F800000) high = __int_as_float(most);
+  float high = __int_as_float(most);
+  if (most < 0) {
+    high = __uint_as_float(0xFF800000u);
+    words.ForEach(
+        [&](uint32_t word, int) { high = fmaxf(high, __uint_as_float(word)); });
+  }
   const uint32_t min_key = __reduce_min_sync(kFullWarp, KeyOf(__float_as_uint(low)));
   const uint32_t max_key = __reduce_max_sync(kFullWarp, KeyOf(__float_as_uint(high)));
   if (lane == 0) {
@@ -815,18 +826,44 @@ __device__ __forceinline__ Cut SelectByValue(const Cta& cta, const Words& words,
   return cut;
 }
 
+// Collects the signs of numbers, one behind the other: each takes one instruction.
+struct Signs {
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ void Add(float number) {
+    bits = __funnelshift_l(__float_as_uint(number), bits, 1);
+  }
+  // Bit i for number i, of `count`.
+  __device__ __forceinline__ uint32_t Get(int count) const {
+    return __brev(bits) >> (32 - count);
+  }
+};
+
 // Of the words of a thread, which it holds in registers, those above a bin, and those
 // above or in it: bit i stands for word i.
 struct Marks {
-  uint32_t above = 0;
-  uint32_t reached = 0;
+  uint32_t above;
+  uint32_t reached;
 
-  __device__ __forceinline__ void Add(bool is_above, bool has_reached, int i) {
-    if (is_above) above |= 1u << i;
-    if (has_reached) reached |= 1u << i;
-  }
   __device__ uint32_t Inside() const { return reached & ~above; }
 };
+
+// Those of Words::kCount words, in one read.
+template <typename Words>
+__device__ __forceinline__ Marks MarksOf(const Words& words, const ValueBins& bin_of,
+                                         uint32_t bin) {
+  const float below_above = ValueBins::Below(bin + 1);
+  const float below = ValueBins::Below(bin);
+  Signs above;
+  Signs reached;
+  words.ForAll([&](uint32_t word) {
+    const float place = bin_of.Place(word);
+    above.Add(below_above - place);
+    reached.Add(below - place);
+  });
+  const uint32_t valid = words.Valid();
+  return {above.Get(Words::kCount) & valid, reached.Get(Words::kCount) & valid};
+}
 
 // Puts the marked words into `few`, as composites of their columns from Start() on, in any
 // order. Returns where the first of this thread is.
@@ -862,13 +899,7 @@ template <typename Words>
 __device__ __forceinline__ uint32_t MarkSelected(const Cta& cta, const Words& words,
                                                  uint32_t rank, const ValueBins& bin_of,
                                                  const Bin& bin) {
-  Marks marks;
-  const float above = ValueBins::BeginOf(bin.index + 1);
-  const float reached = ValueBins::BeginOf(bin.index);
-  words.ForEach([&](uint32_t word, int i) {
-    const float place = bin_of.Place(word);
-    marks.Add(place >= above, place >= reached, i);
-  });
+  const Marks marks = MarksOf(words, bin_of, bin.index);
   const uint32_t inside = marks.Inside();
   Cta::Scratch& scratch = cta.scratch();
   const uint32_t first = CollectMarked(cta, words, inside, scratch.few);
@@ -1142,24 +1173,24 @@ struct Stream {
 
 // The columns of a tile whose keys exceed `floor`: the highest bit for the first, to bit 0.
 //
-// The sign of a difference says it, in half of the time of a comparison and a bit: of
-// floats, the order is that of the keys, zeros too, unless one is a NaN.
+// The sign of a difference says it: the order of floats is that of their keys, zeros
+// included, unless one is a NaN.
 template <typename Part>
 __device__ __forceinline__ uint32_t MaskBeyond(const Part& part, uint32_t floor) {
   const float limit = __uint_as_float(WordOf(floor));
-  uint32_t mask = 0;
+  Signs signs;
   float squares = 0;  // NaN if a difference is
   part.ForEach([&](uint32_t word, int) {
     const float difference = limit - __uint_as_float(word);
     squares = fmaf(difference, difference, squares);
-    mask = __funnelshift_l(__float_as_uint(difference), mask, 1);
+    signs.Add(difference);
   });
   if (squares != squares) {
     const Beyond beyond(floor);
-    mask = 0;
-    part.ForEach([&](uint32_t word, int) { mask = mask << 1 | (beyond(word) ? 1 : 0); });
+    signs.bits = 0;
+    part.ForEach([&](uint32_t word, int) { signs.Add(beyond(word) ? -1.0f : 1.0f); });
   }
-  return mask;
+  return signs.bits;
 }
 
 // CompactChunk for columns whose keys exceed `floor`, from a stream that was started.
@@ -1571,6 +1602,7 @@ struct ListTile {
     count = min(size - min(first, size), kOfWarp);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
+      entries[u * kPerVector] = entries[u * kPerVector + 1] = 0;
       if (PlaceOf(u * kPerVector) < count) {  // the last vector may be half full
         const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(
             list + first + PlaceOf(u * kPerVector));
@@ -1578,6 +1610,22 @@ struct ListTile {
         entries[u * kPerVector + 1] = two.y;
       }
     }
+  }
+
+  static constexpr int kCount = kVectors * kPerVector;
+  template <typename F>
+  __device__ __forceinline__ void ForAll(F&& f) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) f(EntryWord(entries[i]));
+  }
+  __device__ __forceinline__ uint32_t Valid() const {
+    uint32_t valid = (1u << kCount) - 1;
+    if (count < 32 * kCount) {
+      valid = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) valid |= PlaceOf(i) < count ? 1u << i : 0u;
+    }
+    return valid;
   }
 
   __device__ uint32_t Word(int u, int e) const {
