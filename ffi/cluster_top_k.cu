@@ -128,25 +128,28 @@ __global__ void __launch_bounds__(kThreads, 1)
     return Meet(cta, mine, ctas_per_row, k, reduced);
   };
   SelectRow<kMaySort, true, kStages>(cta, params, row, entries,
-                                    cutting.ChunkOf(entries.columns, mine), whole, k,
-                                    prepare, meet);
+                                     cutting.ChunkOf(entries.columns, mine), whole, k,
+                                     prepare, meet);
 #endif
 }
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         uint32_t);
 
-template <typename Bits>
-Kernel KernelOf(bool may_sort, bool has_stages) {
-  if (may_sort) {
-    return has_stages ? ClusterTopK<Bits, true, kStagesAlone> : ClusterTopK<Bits, true, 0>;
-  }
-  return has_stages ? ClusterTopK<Bits, false, kStagesAlone> : ClusterTopK<Bits, false, 0>;
+template <typename Bits, bool kMaySort>
+Kernel KernelOf(int64_t stages) {
+  return stages == 0            ? ClusterTopK<Bits, kMaySort, 0>
+         : stages == kFewStages ? ClusterTopK<Bits, kMaySort, kFewStages>
+                                : ClusterTopK<Bits, kMaySort, kMostStages>;
 }
 
-Kernel KernelFor(ScoreType type, bool may_sort, bool has_stages) {
-  return type == ScoreType::kF32 ? KernelOf<uint32_t>(may_sort, has_stages)
-                                 : KernelOf<uint16_t>(may_sort, has_stages);
+Kernel KernelFor(ScoreType type, bool may_sort, int64_t stages) {
+  if (type == ScoreType::kF32) {
+    return may_sort ? KernelOf<uint32_t, true>(stages)
+                    : KernelOf<uint32_t, false>(stages);
+  }
+  return may_sort ? KernelOf<uint16_t, true>(stages)
+                  : KernelOf<uint16_t, false>(stages);
 }
 
 }  // namespace
@@ -155,10 +158,12 @@ cudaError_t PrepareClusterTopK(int64_t bytes) {
   const cudaError_t held = PrepareHeldTopK(bytes);
   if (held != cudaSuccess) return held;
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
-    for (int variant = 0; variant < 4; ++variant) {
-      const cudaError_t error = PrepareForClusters(
-          KernelFor(type, variant % 2 != 0, variant / 2 != 0), bytes);
-      if (error != cudaSuccess) return error;
+    for (bool may_sort : {false, true}) {
+      for (int stages : {0, kFewStages, kMostStages}) {
+        const cudaError_t error =
+            PrepareForClusters(KernelFor(type, may_sort, stages), bytes);
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;
@@ -168,7 +173,7 @@ cudaError_t LargestCluster(int64_t bytes, int* ctas) {
   *ctas = -1;
   // The driver may have compiled this kernel from code for older devices, where it is empty.
   cudaFuncAttributes attributes;
-  const Kernel kernel = KernelFor(ScoreType::kF32, true, true);
+  const Kernel kernel = KernelFor(ScoreType::kF32, true, kMostStages);
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess || attributes.ptxVersion < kMinClusterCapability)
     return error;
@@ -183,7 +188,7 @@ cudaError_t LaunchClusterTopK(const TopKParams& params, const Plan& plan,
                               cudaStream_t stream) {
   if (Held(params, plan)) return LaunchHeldTopK(params, plan, stream);
   return LaunchClusters(
-      plan, stream, KernelFor(params.type, params.sorted, plan.stages > 0), params,
+      plan, stream, KernelFor(params.type, params.sorted, plan.stages), params,
       static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.ctas_per_row), static_cast<uint32_t>(plan.min_chunk));
 }

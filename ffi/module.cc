@@ -117,7 +117,7 @@ Plan PlanFromPython(int64_t rows, int64_t n, int64_t k, const std::string& dtype
   if (given != 0 && given != kGeometryFields) {
     throw nb::value_error(
         "geometry has 5 numbers: ctas_per_row, capacity, num_samples, "
-        "one that is not used, ctas_per_sm");
+        "registers, ctas_per_sm");
   }
   for (size_t i = 0; i < given; ++i) fields[i] = nb::cast<int64_t>(geometry[i]);
   return MakePlan(problem, device, requested,
@@ -150,6 +150,7 @@ NB_MODULE(_ffi, module) {
       .def_ro("grid", &Plan::grid)
       .def_ro("capacity", &Plan::capacity)
       .def_ro("held", &Plan::held)
+      .def_ro("stages", &Plan::stages)
       .def_ro("num_samples", &Plan::num_samples)
       .def_ro("shared_memory_bytes", &Plan::shared_memory_bytes)
       .def_ro("workspace_bytes_per_row", &Plan::workspace_bytes_per_row);

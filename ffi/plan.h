@@ -58,15 +58,15 @@ inline constexpr int64_t kGeometryFields = 5;
 
 struct Plan {
   Implementation implementation = Implementation::kNone;
-  int64_t num_threads = 0;          // of a CTA
-  int64_t ctas_per_sm = 0;          // that the registers are shared out to
-  int64_t ctas_per_row = 0;         // most that share a row; short rows use fewer
-  int64_t min_chunk = 0;            // columns below which a further CTA does not pay
-  int64_t grid = 0;                 // CTAs
-  int64_t capacity = 0;             // survivors that fit in shared memory
-  int64_t num_samples = 0;          // most scores sampled for the threshold
-  int64_t stages = 0;               // tiles on their way in shared memory; 0: in registers
-  bool held = false;                // by the registers of a cluster, where aligned
+  int64_t num_threads = 0;   // of a CTA
+  int64_t ctas_per_sm = 0;   // that the registers are shared out to
+  int64_t ctas_per_row = 0;  // most that share a row; short rows use fewer
+  int64_t min_chunk = 0;     // columns below which a further CTA does not pay
+  int64_t grid = 0;          // CTAs
+  int64_t capacity = 0;      // survivors that fit in shared memory
+  int64_t num_samples = 0;   // most scores sampled for the threshold
+  int64_t stages = 0;        // tiles on their way in shared memory; 0: in registers
+  bool held = false;         // by the registers of a cluster, where aligned
   int64_t shared_memory_bytes = 0;  // dynamic, of a CTA
   int64_t workspace_bytes_per_row = 0;
   std::string reason;  // in words
@@ -81,7 +81,8 @@ inline constexpr int64_t kMinSharedMemoryBytes = 48 << 10;
 inline constexpr int kThreads = 512;            // of a CTA
 inline constexpr int64_t kNumBins = 1024;       // of a histogram
 inline constexpr int64_t kScratchBytes = 1024;  // what Cta::Scratch may take
-inline constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the driver, a CTA
+inline constexpr int64_t kReservedBytes =
+    1024;  // of shared memory, by the driver, a CTA
 inline constexpr int64_t kMinSamples = 2048;
 inline constexpr int64_t kMaxSamples = 8192;
 // A sample that k columns reach on average reaches further down by so many standard
@@ -94,9 +95,9 @@ inline constexpr int64_t kMaxCtasPerRow = 64;
 inline constexpr int64_t kMaxClusterSize = 16;
 inline constexpr int64_t kMinClusterCapability = 90;
 // Tiles of a chunk that are on their way in shared memory (Stream in select.cuh).
+inline constexpr int kFewStages = 2;
+inline constexpr int kMostStages = 3;
 inline constexpr int64_t kStageBytes = kThreads * 64;
-inline constexpr int kStagesAlone = 3;  // of a CTA that has an SM for itself
-inline constexpr int kStagesOfTwo = 2;  // of each of two
 inline constexpr int64_t kMaxHeldColumns = 32;  // of a thread, of a row that is held
 inline constexpr int64_t kMaxGrid = 2147483647;
 inline constexpr int64_t kMaxGridRows = 65535;  // in y; rows are y and z of a grid
@@ -127,6 +128,24 @@ inline constexpr int64_t kMinClusterChunk = 4096;
 // CTA of the cluster), 20.6 and 19.2 us at 8 x 524288 (65536).
 inline constexpr int64_t kMaxClusterChunk = 32768;
 
+// Alone on its SM a CTA gets all the registers, and more of its chunk is on the way. Two
+// hide each other's barriers, which pays unless the rows are long: one and two CTAs an SM
+// take 38.1 and 26.5 us at 1024 x 8192, 70.3 and 58.3 us at 1024 x 32768, but 159 and 164 us
+// at 1024 x 131072; in bfloat16 128 and 113 us there.
+inline constexpr int64_t kLongRowBytes = 1 << 19;
+
+// More shared memory than this leaves too little of an SM's memory to the L1 cache, which
+// what is sampled comes through: 1024 x 131072 takes 159 us with 8192 slots and three tiles
+// on their way, 156 us with 6144 slots, and 170 us with 8192 and four tiles; 64 x 1048576
+// takes 72.8 us with 12288 slots and three tiles, and 72.0 us with two.
+inline constexpr int64_t kMostStagesBytes = 176 << 10;
+inline constexpr int64_t kRowCapacity = 6144;
+
+// Columns of a chunk up to which several CTAs of a row read theirs through registers: 17.6
+// us, and 18.4 us through shared memory, at 8 x 524288 (32768 columns a CTA); but 19.9 and
+// 16.4 us at 64 x 131072 (65536 a CTA).
+inline constexpr int64_t kMaxRegisterChunk = 32768;
+
 // Nothing is known of the device (export, or lowering for CUDA on a host without a
 // GPU): the implementation must suit any, and the handler plans the geometry anew.
 inline constexpr Device kPortableDevice = {Platform::kCuda, kMinComputeCapability, 48,
@@ -142,6 +161,8 @@ inline int64_t PowerOfTwoAtLeast(int64_t x) {
   while (p < x) p *= 2;
   return p;
 }
+
+inline int64_t BytesOf(ScoreType type) { return type == ScoreType::kF32 ? 4 : 2; }
 
 inline std::string Number(int64_t x) { return std::to_string(x); }
 
@@ -221,6 +242,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
                      Implementation requested = Implementation::kNone,
                      const Geometry& geometry = {},
                      int64_t workspace_bytes_per_row = -1) {
+  using plan_internal::BytesOf;
   using plan_internal::CeilDiv;
   using plan_internal::Columns;
   using plan_internal::Number;
@@ -378,11 +400,8 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   } else if (!split) {
     plan.implementation = Implementation::kRow;
     plan.ctas_per_row = 1;
-    // Alone on its SM a CTA gets all the registers. Two hide each other's barriers,
-    // which pays unless the rows are long (measured on the H200, one and two CTAs an
-    // SM: 256 x 131072 in 70.5 and 69.4 us, 1024 x 8192 in 76 and 61, 256 x 1048576 in
-    // 352 and 383).
-    plan.ctas_per_sm = rows <= device.num_sms || n > kLongRow ? 1 : 2;
+    const bool is_long = n * BytesOf(problem.type) >= kLongRowBytes;
+    plan.ctas_per_sm = rows <= device.num_sms || is_long ? 1 : 2;
     plan.grid = rows;
     plan.reason = !chosen_here ? "asked for by name"
                   : n < kMinSplitColumns
@@ -423,14 +442,25 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
 
   // Chunks are read through shared memory if that leaves a list that the survivors of
   // nearly all rows fit in. (The driver keeps kReservedBytes for each CTA.)
+  if (plan.implementation == Implementation::kRow && plan.ctas_per_sm == 1 &&
+      geometry.capacity == 0 && n > kCapacity && n <= kLongRow) {
+    plan.capacity = std::min(plan.capacity, std::max({kRowCapacity, 3 * k, least}));
+  }
   const int64_t granted =
       (device.shared_memory_bytes + kReservedBytes) / plan.ctas_per_sm - kReservedBytes;
-  const int64_t stages = plan.ctas_per_sm == 1 ? kStagesAlone : kStagesOfTwo;
-  const int64_t beside = (granted - stages * kStageBytes - SharedMemoryBytes(0)) / 8;
-  if (n > kCapacity && !plan.held && geometry.registers == 0 &&
-      beside >= std::max(least, 5 * k / 2)) {
+  const auto slots_beside = [&](int64_t stages) {
+    const int64_t bytes = std::min(granted, kMostStagesBytes) - stages * kStageBytes;
+    return (bytes - SharedMemoryBytes(0)) / 64 * 8;
+  };
+  const bool alone = plan.ctas_per_sm == 1;
+  const int64_t stages =
+      alone && slots_beside(kMostStages) >= plan.capacity ? kMostStages : kFewStages;
+  const bool pays =
+      plan.ctas_per_row == 1 || CeilDiv(n, plan.ctas_per_row) > kMaxRegisterChunk;
+  if (n > kCapacity && !plan.held && pays && geometry.registers == 0 &&
+      slots_beside(stages) >= std::max(least, 5 * k / 2)) {
     plan.stages = stages;
-    plan.capacity = std::min(plan.capacity, beside) / 8 * 8;  // 64 bytes
+    plan.capacity = std::min(plan.capacity / 8 * 8, slots_beside(stages));
   }
   plan.shared_memory_bytes =
       SharedMemoryBytes(plan.capacity) +

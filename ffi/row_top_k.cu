@@ -52,21 +52,18 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows);
 
 // With all the registers of an SM a CTA can afford to have the sort in its code.
+template <typename Bits, int kStages>
+Kernel KernelOf(int64_t ctas_per_sm, bool may_sort) {
+  if (ctas_per_sm == 1) return RowTopK<Bits, 1, kStages, true>;
+  return may_sort ? RowTopK<Bits, 2, kStages, true> : RowTopK<Bits, 2, kStages, false>;
+}
+
 template <typename Bits>
 Kernel KernelOf(int64_t ctas_per_sm, int64_t stages, bool may_sort) {
-  if (ctas_per_sm == 1) {
-    return stages == kAllResident ? RowTopK<Bits, 1, kAllResident, true>
-           : stages == 0          ? RowTopK<Bits, 1, 0, true>
-                                  : RowTopK<Bits, 1, kStagesAlone, true>;
-  }
-  if (may_sort) {
-    return stages == kAllResident ? RowTopK<Bits, 2, kAllResident, true>
-           : stages == 0          ? RowTopK<Bits, 2, 0, true>
-                                  : RowTopK<Bits, 2, kStagesOfTwo, true>;
-  }
-  return stages == kAllResident ? RowTopK<Bits, 2, kAllResident, false>
-         : stages == 0          ? RowTopK<Bits, 2, 0, false>
-                                : RowTopK<Bits, 2, kStagesOfTwo, false>;
+  if (stages == kMostStages) return RowTopK<Bits, 1, kMostStages, true>;
+  return stages == kAllResident ? KernelOf<Bits, kAllResident>(ctas_per_sm, may_sort)
+         : stages == 0          ? KernelOf<Bits, 0>(ctas_per_sm, may_sort)
+                                : KernelOf<Bits, kFewStages>(ctas_per_sm, may_sort);
 }
 
 Kernel KernelFor(ScoreType type, int64_t ctas_per_sm, int64_t stages, bool may_sort) {
@@ -85,7 +82,7 @@ bool AllResident(const TopKParams& params, int64_t capacity) {
 cudaError_t PrepareRowTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
     for (int64_t ctas_per_sm : {1, 2}) {
-      for (int stages : {kAllResident, 0, static_cast<int>(kStagesAlone)}) {
+      for (int stages : {kAllResident, 0, kFewStages, kMostStages}) {
         for (bool may_sort : {false, true}) {
           const cudaError_t error = cudaFuncSetAttribute(
               KernelFor(type, ctas_per_sm, stages, may_sort),

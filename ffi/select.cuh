@@ -1075,9 +1075,8 @@ struct Stream {
 
   __device__ __forceinline__ explicit Stream(const Cta& cta) : place(0) {
     const uint32_t lane = threadIdx.x & 31;
-    const uint32_t warp =
-        static_cast<uint32_t>(__cvta_generic_to_shared(cta.list())) +
-        8 * cta.capacity + threadIdx.x / 32 * (32 * 64);
+    const uint32_t warp = static_cast<uint32_t>(__cvta_generic_to_shared(cta.list())) +
+                          8 * cta.capacity + threadIdx.x / 32 * (32 * 64);
     own = warp + lane * 64 + lane / 2 % 4 * 16;
     copies = warp + lane / 4 * 64 + (lane % 4 ^ lane / 8) * 16;
   }
@@ -1114,9 +1113,10 @@ struct Stream {
     asm volatile("cp.async.commit_group;" ::: "memory");  // one a tile, if empty
   }
 
+  template <int kFrom, int kTo>
   __device__ __forceinline__ void Start(const Vectors<Bits>& chunk) const {
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
+    for (int stage = kFrom; stage < kTo; ++stage) {
       Ask(chunk, stage * kTileVectors, stage * static_cast<uint32_t>(kStageBytes));
     }
   }
@@ -1140,10 +1140,10 @@ struct Stream {
 #pragma unroll
     for (int u = 0; u < Part::kVectors; ++u) {
       const uint4& vector = part->vectors[u];
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"((own + place) ^
-                                                                    (u * 16)),
-                   "r"(vector.x), "r"(vector.y), "r"(vector.z), "r"(vector.w)
-                   : "memory");
+      asm volatile(
+          "st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"((own + place) ^ (u * 16)),
+          "r"(vector.x), "r"(vector.y), "r"(vector.z), "r"(vector.w)
+          : "memory");
     }
   }
   // Word i of this thread's part of it.
@@ -1447,13 +1447,13 @@ __device__ __forceinline__ void DrawSample(const Scores<Bits>& scores, const Bit
           shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;
       const uint32_t place = __umulhi(fraction, vectors.num_whole);
       if constexpr (sizeof(Bits) == 4) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4*>(first) + place);
+        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(first) + place);
         words[0] = four.x;
         words[1] = four.y;
         words[2] = four.z;
         words[3] = four.w;
       } else {
-        const uint2 four = __ldg(reinterpret_cast<const uint2*>(first) + place);
+        const uint2 four = __ldcg(reinterpret_cast<const uint2*>(first) + place);
         words[0] = four.x << 16;
         words[1] = four.x & 0xFFFF0000u;
         words[2] = four.y << 16;
@@ -1512,7 +1512,8 @@ __device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
                                                 const Vectors<Bits>& chunk,
                                                 Stream<Bits, kStages>& stream,
                                                 uint32_t floor) {
-  return CompactStream(cta, chunk, stream, cta.list(), cta.capacity, cta.capacity, floor);
+  return CompactStream(cta, chunk, stream, cta.list(), cta.capacity, cta.capacity,
+                       floor);
 }
 template <typename Bits>
 __device__ __forceinline__ uint32_t FilterChunk(const Cta& cta,
@@ -2098,8 +2099,8 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
 // `meet(&reduced, filter)` hands over what the chunk was reduced to; it returns false if
 // another CTA answers, and else leaves in the list and in `reduced` what the chunks of
 // all were reduced to.
-template <bool kMaySort, bool kInRegisters, int kStages, typename Bits, typename Prepare,
-          typename Meet>
+template <bool kMaySort, bool kInRegisters, int kStages, typename Bits,
+          typename Prepare, typename Meet>
 __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& params,
                                           int64_t row, const Row<Bits>& entries,
                                           Columns chunk, const WholeRows& whole,
@@ -2122,17 +2123,19 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   Filter filter;
   Reduced reduced;
   if constexpr (kStages > 0) {
+    // Asking for all at once would hold up the sample.
+    constexpr int kEarly = kStages < 2 ? kStages : 2;
     Stream<Bits, kStages> stream(cta);
-    stream.Start(vectors);
+    stream.template Start<0, kEarly>(vectors);
     prepare();
     filter = SampleFilter<Bits>(cta, sampling, sample, [] {});
+    stream.template Start<kEarly, kStages>(vectors);
     reduced = ReduceChunk(cta, vectors, stream, k, filter, ties_at);
   } else {
     Tile<Bits> first;
     first.Load(vectors, 0);
     prepare();
-    filter =
-        SampleFilter<Bits>(cta, sampling, sample, [&] { first.Load(vectors, 0); });
+    filter = SampleFilter<Bits>(cta, sampling, sample, [&] { first.Load(vectors, 0); });
     reduced = ReduceChunk(cta, vectors, first, k, filter, ties_at);
   }
   if (!meet(&reduced, filter)) return;

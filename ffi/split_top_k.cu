@@ -190,29 +190,31 @@ __global__ void __launch_bounds__(kThreads, 1)
     return last;
   };
   SelectRow<true, false, kStages>(cta, params, row, entries, columns, whole, 0, install,
-                                 meet);
+                                  meet);
 }
 
 using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows, uint32_t,
                         const Workspace);
 
 template <typename Bits>
-Kernel KernelOf(bool has_stages) {
-  return has_stages ? SplitTopK<Bits, kStagesAlone> : SplitTopK<Bits, 0>;
+Kernel KernelOf(int64_t stages) {
+  return stages == 0            ? SplitTopK<Bits, 0>
+         : stages == kFewStages ? SplitTopK<Bits, kFewStages>
+                                : SplitTopK<Bits, kMostStages>;
 }
 
-Kernel KernelFor(ScoreType type, bool has_stages) {
-  return type == ScoreType::kF32 ? KernelOf<uint32_t>(has_stages)
-                                 : KernelOf<uint16_t>(has_stages);
+Kernel KernelFor(ScoreType type, int64_t stages) {
+  return type == ScoreType::kF32 ? KernelOf<uint32_t>(stages)
+                                 : KernelOf<uint16_t>(stages);
 }
 
 }  // namespace
 
 cudaError_t PrepareSplitTopK(int64_t bytes) {
   for (ScoreType type : {ScoreType::kF32, ScoreType::kBF16}) {
-    for (bool has_stages : {false, true}) {
+    for (int stages : {0, kFewStages, kMostStages}) {
       const cudaError_t error = cudaFuncSetAttribute(
-          KernelFor(type, has_stages), cudaFuncAttributeMaxDynamicSharedMemorySize,
+          KernelFor(type, stages), cudaFuncAttributeMaxDynamicSharedMemorySize,
           static_cast<int>(bytes));
       if (error != cudaSuccess) return error;
     }
@@ -227,7 +229,7 @@ cudaError_t LaunchSplitTopK(const TopKParams& params, const Plan& plan, void* wo
   const dim3 grid(static_cast<unsigned>(plan.ctas_per_row), static_cast<unsigned>(y),
                   static_cast<unsigned>((params.rows + y - 1) / y));
   KernelFor(params.type,
-            plan.stages > 0)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
+            plan.stages)<<<grid, kThreads, plan.shared_memory_bytes, stream>>>(
       params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan),
       static_cast<uint32_t>(plan.min_chunk),
       Workspace{static_cast<char*>(workspace), workspace_bytes_per_row,

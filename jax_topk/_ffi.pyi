@@ -47,6 +47,10 @@ class Plan:
         """Whether the registers of a cluster hold a row."""
 
     @property
+    def stages(self) -> int:
+        """Tiles of a chunk on their way in shared memory; 0: through registers."""
+
+    @property
     def num_samples(self) -> int: ...
     @property
     def shared_memory_bytes(self) -> int: ...

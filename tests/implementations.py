@@ -25,7 +25,7 @@ class Implementation:
     Attributes:
       name: what `implementation=` gets; None lets the planner decide.
       platform: "cpu" or "cuda".
-      geometry: ctas_per_row, capacity, num_samples, nothing, ctas_per_sm.
+      geometry: ctas_per_row, capacity, num_samples, registers, ctas_per_sm.
       paged: answers by way of a page table, in which each page is where it would be.
     """
 
