@@ -386,7 +386,8 @@ struct Tile {
   // Whether all vectors from `first` on hold nothing but columns.
   static __device__ __forceinline__ bool Whole(const Vectors<Bits>& from,
                                                uint32_t first) {
-    return from.num_whole == from.size && first + kTileVectors <= from.size;
+    return first >= from.first_whole &&
+           first + kTileVectors <= from.first_whole + from.num_whole;
   }
   // What Load leaves to do: to be called when the vectors have arrived.
   __device__ __forceinline__ void Mask(const Vectors<Bits>& from, uint32_t first) {
@@ -1014,8 +1015,8 @@ struct Counted {
 };
 
 // Writes the columns of a tile that a mask has, as entries in column order, to to[count],
-// ..., as far as to[room - 1], and returns count plus their number. One barrier. In turns: whoever uses totals[turn] again has passed the barrier of the next
-// call.
+// ..., as far as to[room - 1], and returns count plus their number. One barrier. In turns:
+// whoever uses totals[turn] again has passed the barrier of the next call.
 template <typename Tile>
 __device__ __forceinline__ uint32_t CompactTile(const Cta& cta, const Tile& tile,
                                                 int turn, uint32_t count, uint64_t* to,
@@ -1055,13 +1056,17 @@ __device__ __forceinline__ uint32_t CompactChunk(const Cta& cta,
   return count;
 }
 
-// The tiles of a chunk on their way through shared memory, behind the list, kStages at a
-// time. What is on its way takes no registers; and where few columns of a tile pass, each is
-// fetched by its place.
+// The tiles of a chunk on their way through shared memory, in kStages places behind the
+// list: first Start, then for each tile Take, look, and Next. What is on its way takes no
+// registers; and as few columns of a tile pass, each is fetched by its place in it.
 //
-// A thread has 64 bytes side by side, and a warp is by itself: its lanes copy what they
-// share, so that neighbours copy neighbours. The 16 bytes with number v of a lane lie at
-// v ^ (lane / 2 % 4) of its 64, where lanes that read together meet no bank twice.
+// Each warp is by itself: of a tile it has 2 KiB, 64 bytes a lane, which its lanes copy as
+// neighbours do. The 16 bytes with number v of a lane lie at v ^ (lane / 2 % 4) of its 64,
+// where lanes that read together meet no bank twice.
+//   - A place is read when what was copied there has come: the wait says so to the lane
+//     that copied it, and the barrier of the warp behind it to the others.
+//   - A place goes to another tile when all lanes have read it: the barrier of the warp in
+//     Next says so.
 template <typename Bits, int kStages>
 struct Stream {
   static constexpr int kColumns = 64 / sizeof(Bits);  // of a thread
