@@ -33,14 +33,60 @@ rows = scale(2**31 - 1)
 widths = scale(2**31 - 1)
 native_ks = scale(_ffi.MAX_K)
 geometries = st.tuples(
-    st.integers(0, 200), st.integers(0, 30_000), st.integers(0, 40_000), rows, rows
+    st.integers(0, 200),
+    st.integers(0, 30_000),
+    st.integers(0, 1).flatmap(lambda given: st.integers(0, given * 40_000)),
+    st.sampled_from([0, 0, 1, 2**31 - 1]),
+    st.integers(0, 4),
 )
 
 
-def assert_fits(made, device, rows, k, dtype):
+STAGE_BYTES = 32 << 10  # of a tile on its way in shared memory
+LIST_AT = 5120  # scratch and bins
+RESERVED = 1024  # by the driver, for each CTA of an SM
+
+
+def exchange_bytes(made):
+    """What the CTAs of a cluster exchange: bins of all in turns, and scratch.
+
+    16 bits a bin, and the fewer bins the more CTAs.
+    """
+    if made.implementation != "cluster":
+        return 0
+    return 2 * 1024 * min(made.ctas_per_row, 8) + 2048
+
+
+def assert_reads(made, device, n, k, geometry=(0, 0, 0, 0, 0)):
+    """Chunks are read through shared memory where it has room, and where it pays."""
+    granted = DEVICES[device][2] or PORTABLE_SHARED_MEMORY
+    behind = made.shared_memory_bytes - LIST_AT - 8 * made.capacity
+    assert behind == max(made.stages * STAGE_BYTES, exchange_bytes(made))
+    assert made.stages in (0, 2, 3)
+    chunk = -(-n // made.ctas_per_row)
+    if made.held or n <= 8192 or geometry[3] != 0:
+        assert made.stages == 0
+    if made.ctas_per_row > 1 and chunk <= 32768:
+        assert made.stages == 0
+    if made.stages == 0:
+        return
+    assert made.capacity % 8 == 0  # tiles lie behind the list, at 64 bytes
+    least = max(1 << (max(k, 1) - 1).bit_length(), 64)
+    assert made.capacity >= least  # for the sort
+    if geometry[1] == 0:
+        assert made.capacity >= 5 * k // 2
+    # All CTAs that are to share an SM do.
+    each = made.shared_memory_bytes + RESERVED
+    assert made.ctas_per_sm * each <= granted + RESERVED
+    assert made.shared_memory_bytes <= 176 << 10  # the rest is for the L1 cache
+    assert made.stages == 2 or made.ctas_per_sm == 1
+
+
+def assert_fits(made, device, rows, n, k, dtype, geometry=(0, 0, 0, 0, 0)):
     capability, _, granted = DEVICES[device]
     assert made.implementation in KERNELS, made.reason
     assert 0 < made.shared_memory_bytes <= (granted or PORTABLE_SHARED_MEMORY)
+    assert made.ctas_per_sm in ((1, 2) if made.implementation == "row" else (1,))
+    assert_reads(made, device, n, k, geometry)
     assert 32 <= made.num_threads <= 1024 and made.num_threads % 32 == 0
     assert made.capacity >= k
     assert made.capacity * 8 <= made.shared_memory_bytes
@@ -54,9 +100,6 @@ def assert_fits(made, device, rows, k, dtype):
         assert made.ctas_per_row in (1, 2, 4, 8, 16)[: 5 if granted > 200_000 else 4]
         assert made.grid < 2**31  # what the x of a grid holds
         assert made.capacity >= 2 * k  # survivors below k, ties behind them
-        exchanged = made.shared_memory_bytes - 5120 - 8 * made.capacity
-        # In turns bins of all CTAs, 16 bits each, the fewer the more CTAs; and scratch.
-        assert exchanged == 2 * 1024 * min(made.ctas_per_row, 8) + 2048
     else:
         assert made.ctas_per_row >= 1
         # What each CTA of the row may hand over, and a header.
@@ -66,7 +109,7 @@ def assert_fits(made, device, rows, k, dtype):
 
 @hypothesis.given(devices, rows, widths, native_ks, dtypes)
 def test_every_problem_gets_a_plan_that_fits(device, rows, n, k, dtype):
-    assert_fits(plan(device, rows, n, k, dtype), device, rows, k, dtype)
+    assert_fits(plan(device, rows, n, k, dtype), device, rows, n, k, dtype)
 
 
 @hypothesis.given(
@@ -75,7 +118,7 @@ def test_every_problem_gets_a_plan_that_fits(device, rows, n, k, dtype):
 def test_row_and_split_can_be_asked_for_anywhere(device, rows, n, k, dtype, name):
     made = plan(device, rows, n, k, dtype, implementation=name)
     assert made.implementation == name
-    assert_fits(made, device, rows, k, dtype)
+    assert_fits(made, device, rows, n, k, dtype)
 
 
 @hypothesis.given(devices, rows, widths, native_ks, dtypes, geometries)
@@ -87,7 +130,7 @@ def test_clusters_can_be_asked_for_where_the_device_has_them(
         capability = DEVICES[device][0] or 80  # unknown: the least
         if capability >= 90:
             assert made.implementation == "cluster" and made.reason
-            assert_fits(made, device, rows, k, dtype)
+            assert_fits(made, device, rows, n, k, dtype, given or (0, 0, 0, 0, 0))
         else:
             assert made.implementation == ""
             words = "clusters need compute capability 90 and the device has"
@@ -168,7 +211,53 @@ def test_a_geometry_given_by_hand_still_fits(device, rows, n, k, dtype, geometry
         made = plan(
             device, rows, n, k, dtype, implementation=name, geometry=list(geometry)
         )
-        assert_fits(made, device, rows, k, dtype)
+        assert_fits(made, device, rows, n, k, dtype, geometry)
+
+
+@hypothesis.given(
+    devices, scale(1000), scale(1 << 21), native_ks, dtypes, st.sampled_from(KERNELS)
+)
+def test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough(
+    device, rows, n, k, dtype, name
+):
+    if name == "cluster" and DEVICES[device][0] < 90:
+        return
+    made = plan(device, rows, n, k, dtype, implementation=name)
+    assert_fits(made, device, rows, n, k, dtype)
+    bent = (0, 0, 0, 1, 0)
+    through = plan(device, rows, n, k, dtype, implementation=name, geometry=bent)
+    assert_fits(through, device, rows, n, k, dtype, bent)
+    # The list is as long as it would be, or shorter because of the tiles.
+    assert through.capacity + 8 > made.capacity
+    assert through.ctas_per_row == made.ctas_per_row
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "rows", "n", "k", "stages"),
+    [
+        ("H200", "row", 50, 8192, 2048, 0),
+        ("H200", "row", 50, 8193, 2048, 3),
+        ("H200", "row", 50, 131_072, 2048, 3),
+        ("H200", "row", 50, 131_072, 4096, 2),  # a longer list
+        ("H200", "row", 133, 32_768, 2048, 2),  # two CTAs an SM
+        ("H200", "row", 133, 32_768, 4096, 0),
+        ("H200", "row", 133, 131_071, 4096, 0),
+        ("H200", "row", 133, 131_072, 4096, 2),  # one again
+        ("H200", "row", 50, 1 << 20, 2048, 2),
+        ("H200", "split", 64, 131_072, 2048, 3),
+        ("H200", "split", 8, 524_288, 2048, 0),  # chunks of 32,768 columns
+        ("H200", "cluster", 4, 524_288, 2048, 0),
+        ("H200", "cluster", 4, 524_304, 2048, 2),
+        ("H200", "cluster", 64, 131_072, 2048, 3),
+        ("A100", "row", 50, 32_768, 2048, 3),
+        ("A100", "row", 133, 32_768, 2048, 0),
+        ("GB10", "row", 40, 32_768, 512, 2),
+        ("GB10", "row", 40, 32_768, 2048, 0),
+        ("unknown", "row", 40, 32_768, 512, 0),
+    ],
+)
+def test_tiles_on_their_way(device, name, rows, n, k, stages):
+    assert plan(device, rows, n, k, implementation=name).stages == stages
 
 
 @hypothesis.given(devices, rows, widths, native_ks, dtypes)
@@ -195,7 +284,7 @@ def test_a_shard_never_needs_another_implementation_than_the_whole(
 def test_every_width_up_to_two_million_on_every_device(device, n):
     for rows in (1, 2, 8, 64, 1000, 70_000):
         for k in (1, 512, 2048, 4096):
-            assert_fits(plan(device, rows, n, k), device, rows, k, "float32")
+            assert_fits(plan(device, rows, n, k), device, rows, n, k, "float32")
 
 
 def test_few_long_rows_are_shared_and_many_rows_are_not():
