@@ -252,8 +252,8 @@ def index_scores(
     """The lightning indexer: what each key is worth to each query.
 
     The sum over heads of weight times ReLU of query times key, divided by the root of
-    ``index_heads * index_dim``. All of it is in float32, except that products
-    of bfloat16 queries with quantised keys are rounded to bfloat16: those of all heads
+    ``index_heads * index_dim``. All of it is in float32, except that products of
+    bfloat16 queries with quantised keys are rounded to bfloat16: those of all heads
     are written and read back, and what the rounding costs, up to 2^-8 of each, is far
     below what quantising the keys does.
 
