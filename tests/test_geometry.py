@@ -17,7 +17,8 @@ from devices import plan
 from implementations import Implementation, parameters
 
 N, K = 5003, 300
-# CTAs a row, capacity, samples, nothing, CTAs an SM.
+# CTAs a row, capacity, samples, registers, CTAs an SM. (Rows as short as these are read
+# through registers anyway: test_stream.py.)
 GEOMETRIES = [
     ("row", (0, 1, 0, 0, 0)),
     ("row", (0, 1, 1, 0, 0)),

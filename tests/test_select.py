@@ -12,7 +12,7 @@ import pytest
 from implementations import Implementation, parameters
 
 N, K = 5003, 300
-# CTAs a row, capacity, samples, nothing, CTAs an SM. In order: rows in registers, a
+# CTAs a row, capacity, samples, registers, CTAs an SM. In order: rows in registers, a
 # list that most samples are right for, one that overflows; the same for shared rows.
 # The last hold them.
 GEOMETRIES = [
