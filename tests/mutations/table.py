@@ -86,6 +86,16 @@ LONG_ROW = (
     "test_exactness.py::test_every_distribution_is_selected_exactly_in_a_long_row"
     "[row-0-float32]"
 )
+# Chunks of many tiles.
+MANY_TILES = "test_stream.py::test_every_distribution_is_exact_in_rows_of_many_tiles"
+PLACES = "test_stream.py::test_what_passes_may_lie_at_any_place_of_a_tile"
+ANY_SPECIAL = "test_stream.py::test_any_special_value_may_be_the_threshold"
+FULL_LISTS = "test_stream.py::test_a_list_is_full_in_the_first_tile_or_in_any_other"
+TIES_OF_SAMPLE = "test_stream.py::test_a_sample_of_ties_that_are_nowhere_else"
+THREE_ON_THEIR_WAY = "[row-(0,0,0,0,1)-{}]"
+TWO_ON_THEIR_WAY = "[row-(0,0,0,0,2)-{}]"
+IN_REGISTERS = "[row-(0,0,0,1,1)-{}]"
+ON_THEIR_WAY = "test_plan.py::test_tiles_on_their_way"
 OVERFLOWING = "[split-(5,1,16,0,0)]"
 SHARED = "[split-(4,256,0,0,0)]"
 WORDS = "test_graphs.py::test_every_launch_leaves_arrival_words_of_zero"
@@ -379,8 +389,8 @@ _mutation(
 _mutation(
     "filter_lets_the_floor_pass",
     SELECT,
-    "  const Beyond beyond(floor);\n",
-    "  const Beyond beyond(floor - 1);\n",
+    "  const Beyond beyond(floor);\n  return CompactChunk(",
+    "  const Beyond beyond(floor - 1);\n  return CompactChunk(",
     BENT + "[row-(0,1,1,0,0)-unsorted]",
     TIES_OF_SEVERAL + "[split-(2,2048,0,0,0)]",
 )
@@ -525,8 +535,8 @@ _mutation(
 _mutation(
     "range_passes_over_nans_above_it",
     SELECT,
-    "  if (most > 0x7F800000) high = __int_as_float(most);\n",
-    "",
+    "  if (most < 0) {\n    high =",
+    "  if (most != 0) {\n    high =",
     BENT + "[row-(0,0,0,0,1)-sorted]",
 )
 _mutation(
@@ -643,18 +653,16 @@ _mutation(
 _mutation(
     "tile_read_twice_and_the_next_never",
     SELECT,
-    "next.Load(chunk, base + kRunVectors);",
+    "next.Load(chunk, base + kTileVectors);",
     "next.Load(chunk, base);",
-    "test_exactness.py::test_every_distribution_is_selected_exactly"
-    "[row-16411-2048-float32-unsorted]",
+    MANY_TILES + IN_REGISTERS.format("f32"),
 )
 _mutation(
     "totals_of_warps_not_in_turns_and_a_warp_held_up",
     SELECT,
-    "       base += kRunVectors, turn ^= 1) {",
-    "       base += kRunVectors) {",
-    "test_exactness.py::test_every_distribution_is_selected_exactly"
-    "[row-70001-512-float32-unsorted]",
+    "       base += kTileVectors, turn ^= 1) {",
+    "       base += kTileVectors) {",
+    MANY_TILES + IN_REGISTERS.format("f32"),
     more=(
         (
             SELECT,
@@ -662,27 +670,6 @@ _mutation(
             _delayed("threadIdx.x / 32 == 7", 20000) + WRITE_A_TILE,
         ),
     ),
-)
-_mutation(
-    "second_of_two_tiles_written_where_the_first_is",
-    SELECT,
-    "  count += all & 0xFFFF;\n",
-    "  count += 0;\n",
-    LONG_ROW,
-)
-_mutation(
-    "second_of_two_tiles_never_counted",
-    SELECT,
-    "  return count + (all >> 16);\n",
-    "  return count;\n",
-    LONG_ROW,
-)
-_mutation(
-    "second_of_two_tiles_behind_the_first_tiles_of_its_own_warp",
-    SELECT,
-    "count + (before >> 16));",
-    "count + (before & 0xFFFF));",
-    LONG_ROW,
 )
 _mutation(
     "entries_beyond_the_room_written",
@@ -883,6 +870,7 @@ _mutation(
     PLAN,
     "2 * cluster <= largest_cluster &&",
     "2 * cluster <= 2 * kMaxClusterSize &&",
+    "test_plan.py::test_what_the_registers_of_the_largest_cluster_hold",
     "test_plan.py::test_every_problem_gets_a_plan_that_fits",
     where="cpu",
 )
@@ -1367,8 +1355,8 @@ _mutation(
 _mutation(
     "exchange_of_a_cluster_not_in_its_shared_memory",
     PLAN,
-    "SharedMemoryBytes(plan.capacity) + ExchangeBytes(cluster);",
-    "SharedMemoryBytes(plan.capacity);",
+    "std::max(plan.stages * kStageBytes, clustered ? ExchangeBytes(cluster) : 0);",
+    "plan.stages * kStageBytes;",
     "test_plan.py::test_clusters_can_be_asked_for_where_the_device_has_them",
     where="cpu",
 )
@@ -1458,6 +1446,334 @@ _mutation(
     "__popc(mask & ((1 << kPerVector) - 1));",
     BENT_HELD,
     timeout=45,
+)
+
+_mutation(
+    "places_of_a_list_without_an_entry_marked",
+    SELECT,
+    "  const uint32_t valid = words.Valid();\n",
+    "  const uint32_t valid = 0xFFFFFFFFu;\n",
+    BENT + "[row-(0,700,16384,0,1)-unsorted]",
+    LEVELS + LISTED,
+    why="they hold zeros, which are above all scores if those are negative",
+)
+_mutation(
+    "words_at_the_lower_end_of_a_bin_below_it",
+    SELECT,
+    "return __uint_as_float(__float_as_uint(2097152.0f) + 4 * bin - 1);",
+    "return __uint_as_float(__float_as_uint(2097152.0f) + 4 * bin);",
+    BENT + "[row-(0,0,0,0,1)-sorted]",
+    LEVELS + RESIDENT,
+)
+_mutation(
+    "marks_in_reverse",
+    SELECT,
+    "    return __brev(bits) >> (32 - count);\n",
+    "    return bits;\n",
+    BENT + "[row-(0,0,0,0,1)-sorted]",
+)
+_mutation(
+    "lanes_without_another_before_them_counted_twice",
+    SELECT,
+    '"@p add.u32 %0, %0, other;\\n"',
+    '"add.u32 %0, %0, other;\\n"',
+    BENT + "[row-(0,0,0,0,1)-sorted]",
+)
+
+# Tiles on their way in shared memory -------------------------------------------------
+
+AT_ONCE = MANY_TILES + THREE_ON_THEIR_WAY.format("f32")
+IN_PAIRS = MANY_TILES + TWO_ON_THEIR_WAY.format("f32")
+WRITE_LANES = (
+    "    uint32_t position = count + SumBeforeWarp(totals, &all) + sum - mine;\n"
+)
+
+_mutation(
+    "one_tile_too_few_awaited",
+    SELECT,
+    '"n"(kStages - 1) : "memory");',
+    '"n"(kStages) : "memory");',
+    IN_PAIRS,
+    AT_ONCE,
+    expect="either",
+    why="a tile that was asked for two tiles earlier is mostly there",
+)
+_mutation(
+    "tile_overwritten_before_its_warp_has_read_it",
+    SELECT,
+    "    __syncwarp();\n    Ask(chunk, first + kStages * kTileVectors, place);\n",
+    "    Ask(chunk, first + kStages * kTileVectors, place);\n",
+    IN_PAIRS,
+    AT_ONCE,
+    expect="either",
+    why="the compiler lets the lanes of a warp meet behind the loop before it",
+)
+_mutation(
+    "tile_taken_that_other_lanes_have_not_awaited",
+    SELECT,
+    '"n"(kStages - 1) : "memory");\n    __syncwarp();\n',
+    '"n"(kStages - 1) : "memory");\n',
+    IN_PAIRS,
+    AT_ONCE,
+    expect="either",
+    why="the lanes of a warp await together",
+)
+_mutation(
+    "third_tile_never_asked_for_at_the_start",
+    SELECT,
+    "    stream.template Start<kEarly, kStages>(vectors);\n",
+    "",
+    AT_ONCE,
+    PLACES + THREE_ON_THEIR_WAY.format("f32"),
+)
+_mutation(
+    "tile_asked_for_twice_and_the_next_never",
+    SELECT,
+    "Ask(chunk, first + kStages * kTileVectors, place);",
+    "Ask(chunk, first + (kStages - 1) * kTileVectors, place);",
+    IN_PAIRS,
+    AT_ONCE,
+)
+_mutation(
+    "tiles_always_in_the_first_place",
+    SELECT,
+    "Ask(chunk, first + kStages * kTileVectors, place);",
+    "Ask(chunk, first + kStages * kTileVectors, 0);",
+    IN_PAIRS,
+    AT_ONCE,
+)
+_mutation(
+    "places_of_tiles_without_end",
+    SELECT,
+    "    if (place == kStages * kStageBytes) place = 0;\n",
+    "",
+    IN_PAIRS,
+    AT_ONCE,
+)
+_mutation(
+    "tiles_in_place_of_the_list",
+    SELECT,
+    "                          8 * cta.capacity + threadIdx.x / 32 * (32 * 64);",
+    "                          threadIdx.x / 32 * (32 * 64);",
+    AT_ONCE,
+)
+_mutation(
+    "vectors_of_a_lane_taken_from_where_they_are_not",
+    SELECT,
+    "own = warp + lane * 64 + lane / 2 % 4 * 16;",
+    "own = warp + lane * 64;",
+    AT_ONCE,
+)
+_mutation(
+    "vectors_of_a_lane_copied_to_where_they_are_not_sought",
+    SELECT,
+    "copies = warp + lane / 4 * 64 + (lane % 4 ^ lane / 8) * 16;",
+    "copies = warp + lane / 4 * 64 + lane % 4 * 16;",
+    AT_ONCE,
+)
+_mutation(
+    "tile_before_seen_behind_the_last_column",
+    SELECT,
+    "          } else {\n"
+    '            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"',
+    "          } else if (first == 0xFFFFFFFFu) {\n"
+    '            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"',
+    IN_PAIRS,
+    AT_ONCE,
+)
+_mutation(
+    "edges_of_a_tile_on_its_way_not_masked",
+    SELECT,
+    "    if (part->Whole(chunk, first)) return;\n",
+    "    if (place < 0xFFFFFFFFu) return;\n",
+    "test_stream.py::test_windows_begin_and_end_within_tiles"
+    + THREE_ON_THEIR_WAY.format("f32"),
+    PLACES + THREE_ON_THEIR_WAY.format("f32"),
+)
+_mutation(
+    "edges_beside_the_memory_of_the_scores_not_put_into_the_tile",
+    SELECT,
+    "    part->Mask(chunk, first);\n#pragma unroll\n",
+    "    part->Mask(chunk, first);\n    if (place < 0xFFFFFFFFu) return;\n"
+    "#pragma unroll\n",
+    PLACES + THREE_ON_THEIR_WAY.format("f32"),
+    PLACES + THREE_ON_THEIR_WAY.format("bf16"),
+)
+_mutation(
+    "words_fetched_from_another_tile",
+    SELECT,
+    "const uint32_t at = (own + place) ^ (i *",
+    "const uint32_t at = own ^ (i *",
+    AT_ONCE,
+)
+_mutation(
+    "words_fetched_from_the_other_half",
+    SELECT,
+    "const uint32_t at = (own + place) ^ (i *",
+    "const uint32_t at = (own + place) ^ ((i ^ (sizeof(Bits) == 2)) *",
+    MANY_TILES + THREE_ON_THEIR_WAY.format("bf16"),
+)
+_mutation(
+    "halves_of_words_swapped",
+    SELECT,
+    "return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;",
+    "return e % 2 == 1 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;",
+    MANY_TILES + THREE_ON_THEIR_WAY.format("bf16"),
+    MANY_TILES + IN_REGISTERS.format("bf16"),
+)
+_mutation(
+    "columns_of_what_passes_counted_from_the_end_of_a_lane",
+    SELECT,
+    '"r"(stream.WordAt(i)), "r"(column + i)',
+    '"r"(stream.WordAt(i)), "r"(column + bit)',
+    AT_ONCE,
+)
+_mutation(
+    "what_passes_of_a_lane_in_reverse",
+    SELECT,
+    "const uint32_t bit = 31 - __clz(static_cast<int>(mask));",
+    "const uint32_t bit = __ffs(static_cast<int>(mask)) - 1;",
+    AT_ONCE,
+    PLACES + THREE_ON_THEIR_WAY.format("f32"),
+)
+_mutation(
+    "what_passes_of_later_lanes_where_that_of_earlier_ones_is",
+    SELECT,
+    "SumBeforeWarp(totals, &all) + sum - mine;",
+    "SumBeforeWarp(totals, &all);",
+    AT_ONCE,
+    PLACES + THREE_ON_THEIR_WAY.format("f32"),
+)
+_mutation(
+    "totals_of_a_stream_not_in_turns_and_a_warp_held_up",
+    SELECT,
+    "       base += Part::kTileVectors, turn ^= 1) {",
+    "       base += Part::kTileVectors) {",
+    AT_ONCE,
+    more=(
+        (
+            SELECT,
+            WRITE_LANES,
+            _delayed("threadIdx.x / 32 == 7", 20000) + WRITE_LANES,
+        ),
+    ),
+)
+_mutation(
+    "list_that_is_full_unnoticed",
+    SELECT,
+    "    count += all;\n    stream.Next(chunk, base);\n",
+    "    count = min(count + all, enough);\n    stream.Next(chunk, base);\n",
+    FULL_LISTS + "[row-(0,1,1024,0,1)-f32]",
+    FULL_LISTS + "[cluster-(2,1,1024,0,0)-f32]",
+    timeout=45,
+)
+_mutation(
+    "entries_of_a_stream_beyond_the_room_written",
+    SELECT,
+    "      if (position < room) {\n",
+    "      if (true) {\n",
+    FULL_LISTS + "[row-(0,1,1024,0,2)-bf16]",
+    expect="either",
+    why="what is overwritten is selected exactly afterwards; red where it is not the "
+    "CTA's own",
+)
+_mutation(
+    "nans_not_noticed_by_a_stream",
+    SELECT,
+    "  if (squares != squares) {\n",
+    "  if (false) {\n",
+    ANY_SPECIAL + THREE_ON_THEIR_WAY.format("f32"),
+    AT_ONCE,
+)
+_mutation(
+    "equal_scores_above_each_other",
+    SELECT,
+    "const float difference = limit - __uint_as_float(word);",
+    "const float difference = -(__uint_as_float(word) - limit);",
+    TIES_OF_SAMPLE + "[row-(0,1,1024,0,1)-f32]",
+    TIES_OF_SAMPLE + "[split-(2,1,1024,0,0)-f32]",
+)
+_mutation(
+    "zeros_of_both_signs_the_same_to_a_stream",
+    SELECT,
+    "    signs.Add(difference);\n",
+    "    signs.Add(__uint_as_float(word) > limit ? -1.0f : 1.0f);\n",
+    ANY_SPECIAL + THREE_ON_THEIR_WAY.format("f32"),
+)
+_mutation(
+    "exchange_or_tiles_whichever_is_less",
+    PLAN,
+    "std::max(plan.stages * kStageBytes, clustered ? ExchangeBytes(cluster) : 0);",
+    "std::min(plan.stages * kStageBytes, clustered ? ExchangeBytes(cluster) : 0);",
+    "test_plan.py::test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough",
+    where="cpu",
+)
+_mutation(
+    "tiles_beside_a_list_that_is_too_short",
+    PLAN,
+    "slots_beside(stages) >= std::max(least, 5 * k / 2)) {",
+    "slots_beside(stages) >= least) {",
+    ON_THEIR_WAY,
+    where="cpu",
+)
+_mutation(
+    "tiles_at_any_multiple_of_an_entry",
+    PLAN,
+    "plan.capacity / 8 * 8",
+    "plan.capacity",
+    "test_plan.py::test_a_geometry_given_by_hand_still_fits",
+    where="cpu",
+)
+_mutation(
+    "list_as_long_as_without_tiles",
+    PLAN,
+    "plan.capacity = std::min(plan.capacity / 8 * 8, slots_beside(stages));",
+    "plan.capacity = plan.capacity / 8 * 8;",
+    "test_plan.py::test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough",
+    where="cpu",
+)
+_mutation(
+    "two_ctas_granted_the_shared_memory_of_one",
+    PLAN,
+    "(device.shared_memory_bytes + kReservedBytes) / plan.ctas_per_sm -",
+    "(device.shared_memory_bytes + kReservedBytes) -",
+    "test_plan.py::test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough",
+    ON_THEIR_WAY,
+    where="cpu",
+)
+_mutation(
+    "three_tiles_on_their_way_for_two_ctas",
+    PLAN,
+    "alone && slots_beside(kMostStages)",
+    "slots_beside(kMostStages)",
+    "test_stream.py::test_the_rows_of_these_tests_are_read_as_they_should",
+    more=((PLAN, "  const bool alone = plan.ctas_per_sm == 1;\n", ""),),
+    where="cpu",
+)
+_mutation(
+    "no_room_for_the_l1_cache",
+    PLAN,
+    "std::min(granted, kMostStagesBytes) - stages * kStageBytes;",
+    "granted - stages * kStageBytes;",
+    ON_THEIR_WAY,
+    where="cpu",
+)
+_mutation(
+    "registers_not_heeded",
+    PLAN,
+    "pays && geometry.registers == 0 &&",
+    "pays &&",
+    "test_plan.py::test_a_geometry_given_by_hand_still_fits",
+    "test_stream.py::test_the_rows_of_these_tests_are_read_as_they_should",
+    where="cpu",
+)
+_mutation(
+    "short_chunks_on_their_way_in_shared_memory",
+    PLAN,
+    "plan.ctas_per_row == 1 || CeilDiv(n, plan.ctas_per_row) > kMaxRegisterChunk;",
+    "true;",
+    ON_THEIR_WAY,
+    where="cpu",
 )
 
 # Order, windows, padding: shared by CPU and CUDA -------------------------------------
@@ -2074,4 +2390,15 @@ _mutation(
     LEVELS + LISTED,
     expect="green",
     why="plateaus overflow and are selected exactly",
+)
+_mutation(
+    "range_of_scores_that_are_all_negative_too_low",
+    SELECT,
+    "  if (most < 0) {\n    high =",
+    "  if (false) {\n    high =",
+    BENT + "[row-(0,0,0,0,1)-sorted]",
+    BENT + "[row-(0,700,16384,0,1)-unsorted]",
+    MANY_TILES + THREE_ON_THEIR_WAY.format("f32"),
+    expect="green",
+    why="they crowd in the highest bin and are selected by key",
 )
