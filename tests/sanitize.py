@@ -65,6 +65,22 @@ def answer(pages):
                 bent.check(scores, k, *window, sorted, labels=labels)
                 done += 1
                 print(f"{done}: {bent}, {np.dtype(dtype).name}, right", flush=True)
+    # Rows of more tiles than are on their way at a time.
+    for name, geometry, n in (
+        ("row", (0, 0, 0, 0, 1), 40_003),
+        ("row", (0, 1, 256, 0, 2), 40_003),
+        ("split", (2, 0, 0, 0, 0), 70_003),
+        ("cluster", (2, 0, 256, 0, 0), 70_003),
+    ):
+        if name == "cluster" and why_no_clusters():
+            continue
+        bent = Implementation(name, "cuda", geometry)
+        for dtype in (np.float32, jnp.bfloat16):
+            labels, scores = inputs.batch(n, k, dtype, ["normal", "random_bits"])
+            starts = np.array([0, 5], np.int32)
+            bent.check(scores, k, None, starts, labels=labels)
+            done += 1
+            print(f"{done}: {bent}, {np.dtype(dtype).name}, right", flush=True)
     jax.clear_caches()
     print("all right", flush=True)
 
