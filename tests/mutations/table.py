@@ -1719,16 +1719,16 @@ _mutation(
 _mutation(
     "tiles_at_any_multiple_of_an_entry",
     PLAN,
-    "plan.capacity / 8 * 8",
-    "plan.capacity",
+    " / 8 * 8, slots_beside(stages));",
+    ", slots_beside(stages));",
     "test_plan.py::test_a_geometry_given_by_hand_still_fits",
     where="cpu",
 )
 _mutation(
     "list_as_long_as_without_tiles",
     PLAN,
-    "plan.capacity = std::min(plan.capacity / 8 * 8, slots_beside(stages));",
-    "plan.capacity = plan.capacity / 8 * 8;",
+    ", slots_beside(stages));",
+    ", slots_beside(0));",
     "test_plan.py::test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough",
     where="cpu",
 )
