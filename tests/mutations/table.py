@@ -1591,6 +1591,16 @@ _mutation(
     PLACES + THREE_ON_THEIR_WAY.format("f32"),
 )
 _mutation(
+    "first_tile_whole_whatever_its_first_vector",
+    SELECT,
+    "    return first >= from.first_whole &&\n           first + kTileVectors",
+    "    return first + kTileVectors",
+    "test_stream.py::test_windows_begin_and_end_within_tiles"
+    + THREE_ON_THEIR_WAY.format("f32"),
+    "test_stream.py::test_windows_begin_and_end_within_tiles"
+    + IN_REGISTERS.format("f32"),
+)
+_mutation(
     "edges_beside_the_memory_of_the_scores_not_put_into_the_tile",
     SELECT,
     "    part->Mask(chunk, first);\n#pragma unroll\n",
