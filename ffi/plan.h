@@ -222,18 +222,30 @@ inline int64_t CtasThatFit(int64_t k, int64_t bytes) {
   return ctas;
 }
 
+// The survivors of a row of which so many scores are sampled: on average, and all but ever.
+struct Survivors {
+  double mean;
+  double most;
+
+  Survivors(int64_t n, int64_t k, int64_t samples) {
+    const double columns_a_sample = static_cast<double>(n) / samples;
+    const double expected = k / columns_a_sample;
+    const double rank = expected + kMargin * std::sqrt(expected) + kLeastMargin;
+    mean = rank * columns_a_sample;
+    most = (rank + kListMargin * std::sqrt(rank)) * columns_a_sample;
+  }
+};
+
 // As few samples of a row as keep those beyond its threshold within 2.5 k and the list,
-// if so many do.
+// if so many do, and as the list can hold.
 inline int64_t NumSamples(int64_t n, int64_t k, int64_t capacity) {
   int64_t samples = kMinSamples;
   for (; samples < kMaxSamples; samples *= 2) {
-    const double mean = static_cast<double>(k) * samples / n;
-    const double rank = mean + kMargin * std::sqrt(mean) + kLeastMargin;
-    const double survivors = rank * n / samples;
-    const double most = (rank + kListMargin * std::sqrt(rank)) * n / samples;
-    if (survivors <= std::max(2.0 * k, 4096.0) && most <= capacity) break;
+    const Survivors survivors(n, k, samples);
+    if (survivors.mean <= std::max(2.0 * k, 4096.0) && survivors.most <= capacity)
+      break;
   }
-  return samples;
+  return std::min(samples, 2 * capacity);
 }
 
 // `requested`: kNone lets the planner choose. `workspace_bytes_per_row`: what the
@@ -457,10 +469,12 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
       alone && slots_beside(kMostStages) >= plan.capacity ? kMostStages : kFewStages;
   const bool pays =
       plan.ctas_per_row == 1 || CeilDiv(n, plan.ctas_per_row) > kMaxRegisterChunk;
+  const int64_t slots = slots_beside(stages);
   if (n > kCapacity && !plan.held && pays && geometry.registers == 0 &&
-      slots_beside(stages) >= std::max(least, 5 * k / 2)) {
+      slots >= std::max(least, 2 * k) &&
+      slots >= Survivors(n, k, NumSamples(n, k, slots)).most) {
     plan.stages = stages;
-    plan.capacity = std::min(plan.capacity / 8 * 8, slots_beside(stages));
+    plan.capacity = std::min((plan.capacity + 7) / 8 * 8, slots);
   }
   plan.shared_memory_bytes =
       SharedMemoryBytes(plan.capacity) +

@@ -1721,24 +1721,24 @@ _mutation(
 _mutation(
     "tiles_beside_a_list_that_is_too_short",
     PLAN,
-    "slots_beside(stages) >= std::max(least, 5 * k / 2)) {",
-    "slots_beside(stages) >= least) {",
+    "slots >= Survivors(n, k, NumSamples(n, k, slots)).most) {",
+    "slots >= least) {",
     ON_THEIR_WAY,
     where="cpu",
 )
 _mutation(
     "tiles_at_any_multiple_of_an_entry",
     PLAN,
-    " / 8 * 8, slots_beside(stages));",
-    ", slots_beside(stages));",
+    "std::min((plan.capacity + 7) / 8 * 8, slots);",
+    "std::min(plan.capacity, slots);",
     "test_plan.py::test_a_geometry_given_by_hand_still_fits",
     where="cpu",
 )
 _mutation(
     "list_as_long_as_without_tiles",
     PLAN,
-    ", slots_beside(stages));",
-    ", slots_beside(0));",
+    " / 8 * 8, slots);",
+    " / 8 * 8, slots_beside(0));",
     "test_plan.py::test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough",
     where="cpu",
 )
