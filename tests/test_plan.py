@@ -253,6 +253,10 @@ def test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough(
         ("A100", "row", 133, 32_768, 2048, 0),
         ("GB10", "row", 40, 32_768, 512, 2),
         ("GB10", "row", 40, 32_768, 2048, 0),
+        # What a sample leaves would not fit in the list beside the tiles.
+        ("GB10", "split", 1, 524_288, 1024, 0),
+        ("GB10", "row", 50, 1 << 20, 512, 0),
+        ("A100", "row", 133, 131_071, 512, 0),
         ("unknown", "row", 40, 32_768, 512, 0),
     ],
 )
