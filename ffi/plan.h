@@ -452,8 +452,8 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
     plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
   }
 
-  // Chunks are read through shared memory if that leaves a list that the survivors of
-  // nearly all rows fit in. (The driver keeps kReservedBytes for each CTA.)
+  // Chunks are read through shared memory if that leaves a list as long as it would be, or
+  // one that the survivors of nearly all rows fit in. (The driver keeps kReservedBytes for each CTA.)
   if (plan.implementation == Implementation::kRow && plan.ctas_per_sm == 1 &&
       geometry.capacity == 0 && n > kCapacity && n <= kLongRow) {
     plan.capacity = std::min(plan.capacity, std::max({kRowCapacity, 3 * k, least}));
@@ -472,7 +472,8 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   const int64_t slots = slots_beside(stages);
   if (n > kCapacity && !plan.held && pays && geometry.registers == 0 &&
       slots >= std::max(least, 2 * k) &&
-      slots >= Survivors(n, k, NumSamples(n, k, slots)).most) {
+      (slots >= plan.capacity ||
+       slots >= Survivors(n, k, NumSamples(n, k, slots)).most)) {
     plan.stages = stages;
     plan.capacity = std::min((plan.capacity + 7) / 8 * 8, slots);
   }

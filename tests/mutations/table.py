@@ -1721,8 +1721,8 @@ _mutation(
 _mutation(
     "tiles_beside_a_list_that_is_too_short",
     PLAN,
-    "slots >= Survivors(n, k, NumSamples(n, k, slots)).most) {",
-    "slots >= least) {",
+    "slots >= Survivors(n, k, NumSamples(n, k, slots)).most)) {",
+    "slots >= least)) {",
     ON_THEIR_WAY,
     where="cpu",
 )
