@@ -81,8 +81,8 @@ inline constexpr int64_t kMinSharedMemoryBytes = 48 << 10;
 inline constexpr int kThreads = 512;            // of a CTA
 inline constexpr int64_t kNumBins = 1024;       // of a histogram
 inline constexpr int64_t kScratchBytes = 1024;  // what Cta::Scratch may take
-inline constexpr int64_t kReservedBytes =
-    1024;  // of shared memory, by the driver, a CTA
+// Of shared memory, that the driver keeps for each CTA.
+inline constexpr int64_t kReservedBytes = 1024;
 inline constexpr int64_t kMinSamples = 2048;
 inline constexpr int64_t kMaxSamples = 8192;
 // A sample that k columns reach on average reaches further down by so many standard
@@ -134,8 +134,8 @@ inline constexpr int64_t kMaxClusterChunk = 32768;
 // at 1024 x 131072; in bfloat16 128 and 113 us there.
 inline constexpr int64_t kLongRowBytes = 1 << 19;
 
-// More shared memory than this leaves too little of an SM's memory to the L1 cache, which
-// what is sampled comes through: 1024 x 131072 takes 159 us with 8192 slots and three tiles
+// More shared memory than this is slower, it seems because it leaves too little of an SM's
+// memory to the L1 cache: 1024 x 131072 takes 159 us with 8192 slots and three tiles
 // on their way, 156 us with 6144 slots, and 170 us with 8192 and four tiles; 64 x 1048576
 // takes 72.8 us with 12288 slots and three tiles, and 72.0 us with two.
 inline constexpr int64_t kMostStagesBytes = 176 << 10;
@@ -222,7 +222,8 @@ inline int64_t CtasThatFit(int64_t k, int64_t bytes) {
   return ctas;
 }
 
-// The survivors of a row of which so many scores are sampled: on average, and all but ever.
+// The survivors of a row of which so many scores are sampled: on average, and hardly ever
+// more than.
 struct Survivors {
   double mean;
   double most;
@@ -453,7 +454,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   }
 
   // Chunks are read through shared memory if that leaves a list as long as it would be, or
-  // one that the survivors of nearly all rows fit in. (The driver keeps kReservedBytes for each CTA.)
+  // one that the survivors of nearly all rows fit in.
   if (plan.implementation == Implementation::kRow && plan.ctas_per_sm == 1 &&
       geometry.capacity == 0 && n > kCapacity && n <= kLongRow) {
     plan.capacity = std::min(plan.capacity, std::max({kRowCapacity, 3 * k, least}));
@@ -480,12 +481,11 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   plan.shared_memory_bytes =
       SharedMemoryBytes(plan.capacity) +
       std::max(plan.stages * kStageBytes, clustered ? ExchangeBytes(cluster) : 0);
-  plan.num_samples = NumSamples(n, k, plan.capacity);
-  if (geometry.num_samples > 0) {
-    plan.num_samples = std::clamp<int64_t>(geometry.num_samples, 4, kMaxSamples);
-  }
   // They may have to be put into the list.
-  plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);
+  const int64_t most_samples = std::min(kMaxSamples, 2 * plan.capacity);
+  plan.num_samples = geometry.num_samples > 0
+                         ? std::clamp<int64_t>(geometry.num_samples, 4, most_samples)
+                         : NumSamples(n, k, plan.capacity);
   if (!known)
     plan.reason += "; the device is not known here, so this is the portable plan";
   return plan;

@@ -60,7 +60,7 @@ Kernel KernelOf(int64_t ctas_per_sm, bool may_sort) {
 
 template <typename Bits>
 Kernel KernelOf(int64_t ctas_per_sm, int64_t stages, bool may_sort) {
-  if (stages == kMostStages) return RowTopK<Bits, 1, kMostStages, true>;
+  if (stages == kMostStages) return RowTopK<Bits, 1, kMostStages, true>;  // alone
   return stages == kAllResident ? KernelOf<Bits, kAllResident>(ctas_per_sm, may_sort)
          : stages == 0          ? KernelOf<Bits, 0>(ctas_per_sm, may_sort)
                                 : KernelOf<Bits, kFewStages>(ctas_per_sm, may_sort);

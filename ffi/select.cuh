@@ -47,6 +47,7 @@ inline constexpr uint32_t kFew = 32;
 // Entries of a bucket of the sort that are ranked by comparing all pairs.
 inline constexpr uint32_t kFewInBucket = 256;
 
+// Stream tells 64 bytes apart by the bits of addresses.
 extern __shared__ __align__(128) char dynamic_shared_memory[];
 
 // A bin, the words in larger bins, and the words in it.
@@ -156,6 +157,7 @@ __device__ __forceinline__ T WarpInclusiveSum(T x) {
   }
   return x;
 }
+// In two instructions a step: the shuffle itself says whether there was such a lane.
 template <>
 __device__ __forceinline__ uint32_t WarpInclusiveSum(uint32_t x) {
 #pragma unroll
@@ -2129,12 +2131,11 @@ __device__ __forceinline__ void SelectRow(const Cta& cta, const TopKParams& para
   Reduced reduced;
   if constexpr (kStages > 0) {
     // Asking for all at once would hold up the sample.
-    constexpr int kEarly = kStages < 2 ? kStages : 2;
     Stream<Bits, kStages> stream(cta);
-    stream.template Start<0, kEarly>(vectors);
+    stream.template Start<0, kFewStages>(vectors);
     prepare();
     filter = SampleFilter<Bits>(cta, sampling, sample, [] {});
-    stream.template Start<kEarly, kStages>(vectors);
+    stream.template Start<kFewStages, kStages>(vectors);
     reduced = ReduceChunk(cta, vectors, stream, k, filter, ties_at);
   } else {
     Tile<Bits> first;

@@ -251,6 +251,8 @@ def test_tiles_on_their_way_have_room_beside_a_list_that_is_long_enough(
         ("H200", "row", 133, 131_071, 4096, 0),
         ("H200", "row", 133, 131_072, 4096, 2),  # one again
         ("H200", "row", 50, 1 << 20, 2048, 2),
+        # Not all survivors need to fit if they would not without the tiles either.
+        ("H200", "row", 50, 1 << 21, 2048, 2),
         ("H200", "split", 64, 131_072, 2048, 3),
         ("H200", "split", 8, 524_288, 2048, 0),  # chunks of 32,768 columns
         ("H200", "cluster", 4, 524_288, 2048, 0),

@@ -638,9 +638,8 @@ _mutation(
 _mutation(
     "sample_larger_than_the_list",
     PLAN,
-    "be put into the list.\n"
-    "  plan.num_samples = std::min(plan.num_samples, 2 * plan.capacity);\n",
-    "be put into the list.\n",
+    "most_samples = std::min(kMaxSamples, 2 * plan.capacity);",
+    "most_samples = kMaxSamples;",
     BENT + "[row-(0,700,16384,0,1)-unsorted]",
 )
 _mutation(
@@ -1521,7 +1520,7 @@ _mutation(
 _mutation(
     "third_tile_never_asked_for_at_the_start",
     SELECT,
-    "    stream.template Start<kEarly, kStages>(vectors);\n",
+    "    stream.template Start<kFewStages, kStages>(vectors);\n",
     "",
     AT_ONCE,
     PLACES + THREE_ON_THEIR_WAY.format("f32"),
