@@ -5,7 +5,6 @@
     python benchmarks/decode_step.py --batches 1 --contexts 4096 --fp8-contexts 4096
         --selection-contexts --prefill-contexts                         a part
 
-
 One layer of jax_topk.sparse_attention: project a token, append it to a paged key cache,
 score all keys with the indexer, select k, attend, project. Decoding runs in a scan, as
 a server runs it. The indexer's keys are bfloat16, or, as in DeepSeek-V3.2, FP8 with a
