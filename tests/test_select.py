@@ -67,6 +67,16 @@ def test_any_number_of_different_scores(bent):
     check_both_orders(bent, scores, lengths, starts)
 
 
+@EACH
+def test_a_last_selected_of_zero_among_few_of_about_its_size(bent):
+    """A place without an entry holds a zero as well."""
+    rng = inputs.generator("zero last")
+    scores = rng.standard_normal((40, N)).astype(np.float32)
+    scores -= np.sort(scores, axis=1)[:, N - K, None]  # keeps their order
+    scores[1::2] -= np.float32(1e-5)  # just below zero
+    check_both_orders(bent, scores)
+
+
 @DTYPES
 @EACH
 def test_the_least_score_of_all_is_a_score(bent, dtype):
