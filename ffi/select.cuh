@@ -42,8 +42,9 @@ namespace jax_topk {
 
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
-// Words that are ranked by comparing all pairs, with a lane for each.
+// Words that are ranked by comparing all pairs, with a lane for each, or with a thread.
 inline constexpr uint32_t kFew = 32;
+inline constexpr uint32_t kSome = 256;
 // Entries of a bucket of the sort that are ranked by comparing all pairs.
 inline constexpr uint32_t kFewInBucket = 256;
 
@@ -748,16 +749,17 @@ struct Range {
   float high;
 };
 
-// The range of the values of words, or none if a NaN is above them. One barrier.
-template <typename Words>
+// The range of the values of words, or none if a NaN is above them. One barrier. `kLow`:
+// one of so many words is looked at for its low end, below which may be others then.
+template <int kLow = 1, typename Words>
 __device__ __forceinline__ Range RangeOf(const Cta& cta, const Words& words) {
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t warp = threadIdx.x / 32;
   Cta::Scratch& scratch = cta.scratch();
   float low = __uint_as_float(0x7F800000u);
   int most = -1;  // the greatest word, if one has no sign
-  words.ForEach([&](uint32_t word, int) {
-    low = fminf(low, __uint_as_float(word));  // passes over NaNs
+  words.ForEach([&](uint32_t word, int i) {
+    if (i % kLow == 0) low = fminf(low, __uint_as_float(word));  // passes over NaNs
     most = max(most, static_cast<int>(word));
   });
   float high = __int_as_float(most);
@@ -895,19 +897,42 @@ __device__ __forceinline__ uint32_t SelectedOf(uint32_t marked, const uint32_t* 
   return selected;
 }
 
+// The same for `inside` <= kSome of them, with which the list begins. Their ranks follow
+// them: the list has room for two entries for each.
+__device__ __forceinline__ void RankSome(const Cta& cta, uint32_t inside) {
+  __syncthreads();
+  Rest(cta);
+  const uint64_t* some = cta.list();
+  if (threadIdx.x < inside) {
+    const uint64_t one = some[threadIdx.x];
+    uint32_t rank = 0;
+#pragma unroll 8
+    for (uint32_t i = 0; i < inside; ++i) rank += some[i] > one ? 1 : 0;
+    reinterpret_cast<uint32_t*>(cta.list() + inside)[threadIdx.x] = rank;
+  }
+  __syncthreads();
+}
+
 // Which of the words of this thread are among the `rank` largest of all, whose `bin` has
-// been found and has no more than kFew: bit i for word i. What is above the bin and what is
-// in it is marked in one read.
-template <typename Words>
+// been found and has no more than kFew, or than RankSome takes if `kListFree`: bit i for
+// word i. What is above the bin and what is in it is marked in one read.
+template <bool kListFree, typename Words>
 __device__ __forceinline__ uint32_t MarkSelected(const Cta& cta, const Words& words,
                                                  uint32_t rank, const ValueBins& bin_of,
                                                  const Bin& bin) {
   const Marks marks = MarksOf(words, bin_of, bin.index);
   const uint32_t inside = marks.Inside();
+  const uint32_t wanted = rank - bin.above;
+  if (kListFree && bin.inside > kFew) {
+    const uint32_t first = CollectMarked(cta, words, inside, cta.list());
+    RankSome(cta, bin.inside);
+    const uint32_t* ranks = reinterpret_cast<uint32_t*>(cta.list() + bin.inside);
+    return marks.above | SelectedOf(inside, ranks, first, wanted);
+  }
   Cta::Scratch& scratch = cta.scratch();
   const uint32_t first = CollectMarked(cta, words, inside, scratch.few);
   RankPairs(cta, bin.inside);
-  return marks.above | SelectedOf(inside, scratch.ranks, first, rank - bin.above);
+  return marks.above | SelectedOf(inside, scratch.ranks, first, wanted);
 }
 
 // Compaction --------------------------------------------------------------------------
@@ -1677,7 +1702,7 @@ __device__ __noinline__ void SelectInList(const Cta cta, uint32_t count, uint32_
     tile.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
     const Bin bin = FindBin(cta, k);
     if (bin.inside <= kFew) {
-      const uint32_t mask = MarkSelected(cta, tile, k, bin_of, bin);
+      const uint32_t mask = MarkSelected<false>(cta, tile, k, bin_of, bin);
       CompactTile(cta, tile, 0, 0, cta.list(), k, mask);
       __syncthreads();
       return;
@@ -2052,12 +2077,14 @@ __device__ __forceinline__ void SelectResident(const Cta& cta, const TopKParams&
   }
 
   // Like SelectByValue, but what is selected is marked, for there is no list.
-  const Range range = RangeOf(cta, tile);
+  const Range range = RangeOf<4>(cta, tile);
   const ValueBins bin_of(range.low, range.high, false);
   tile.ForEach([&](uint32_t word, int) { atomicAdd(&cta.bins()[bin_of(word)], 1u); });
   const Bin bin = FindBin(cta, kept);
-  if (bin.inside <= kFew) {
-    keep(0, MarkSelected(cta, tile, kept, bin_of, bin));
+  // (Of 8192 normal scores more than kFew share a bin in one row of 200. But in one call of
+  // four such a row is among 64, and the call takes as long as its slowest.)
+  if (bin.inside <= min(kSome, max(kFew, cta.capacity / 2))) {
+    keep(0, MarkSelected<true>(cta, tile, kept, bin_of, bin));
   } else {
     uint32_t* words = reinterpret_cast<uint32_t*>(cta.list());
     tile.ForEach([&](uint32_t word, int i) {

@@ -77,6 +77,25 @@ def test_a_last_selected_of_zero_among_few_of_about_its_size(bent):
     check_both_orders(bent, scores)
 
 
+@EACH
+def test_about_as_many_in_the_bin_as_are_compared(bent):
+    rng = inputs.generator("many in a bin")
+    rows = []
+    for inside in (1, 31, 32, 33, 34, 63, 100, 255, 256, 257, 300):
+        for rank in sorted({1, inside // 2 + 1, inside}):
+            for equal in (False, True):
+                below = -3 + 3.5 * rng.random(N)
+                above = 1.5 + 2 * rng.random(K - rank)
+                steps = rng.permutation(inside) * (not equal)
+                crowd = 1 + steps * np.finfo(np.float32).eps
+                scores = below.astype(np.float32)
+                columns = rng.permutation(N)
+                scores[columns[:inside]] = crowd
+                scores[columns[N - len(above) :]] = above
+                rows.append(scores)
+    check_both_orders(bent, np.stack(rows))
+
+
 @DTYPES
 @EACH
 def test_the_least_score_of_all_is_a_score(bent, dtype):

@@ -73,6 +73,7 @@ REPLAYS = (
 # Steps of the select. What they are bent to is in test_select.py.
 LEVELS = "test_select.py::test_any_number_of_different_scores"
 ZERO_LAST = "test_select.py::test_a_last_selected_of_zero_among_few_of_about_its_size"
+CROWDS = "test_select.py::test_about_as_many_in_the_bin_as_are_compared"
 FEW_NANS = "test_select.py::test_a_few_nans_and_infinities_that_a_sample_hardly_shows"
 LEAST = "test_select.py::test_the_least_score_of_all_is_a_score"
 TIES_OF_SEVERAL = "test_select.py::test_ties_that_several_ctas_contribute"
@@ -510,7 +511,7 @@ _mutation(
 
 # The select by value, and what is around it ------------------------------------------
 
-BINS_AT_REST = "  __syncthreads();\n  Rest(cta);\n"
+BINS_AT_REST = "  Rest(cta);\n  // Each warp compares"
 
 _mutation(
     "nans_of_a_list_in_the_lowest_bin",
@@ -558,7 +559,7 @@ _mutation(
     "bins_not_cleared_after_a_few_were_ranked",
     SELECT,
     BINS_AT_REST,
-    "  __syncthreads();\n",
+    "  // Each warp compares",
     LEVELS + LISTED,
     LEVELS + "[split-(2,2048,0,0,0)]",
 )
@@ -623,9 +624,55 @@ _mutation(
 _mutation(
     "more_than_few_ranked_as_few",
     SELECT,
-    "  const Bin bin = FindBin(cta, kept);\n  if (bin.inside <= kFew) {",
-    "  const Bin bin = FindBin(cta, kept);\n  if (bin.inside <= 2 * kFew) {",
+    "  if (kListFree && bin.inside > kFew) {",
+    "  if (kListFree && bin.inside > 2 * kFew) {",
+    CROWDS + RESIDENT,
+)
+_mutation(
+    "more_than_some_ranked_as_some",
+    SELECT,
+    "bin.inside <= min(kSome, max(kFew, cta.capacity / 2))",
+    "bin.inside <= max(kFew, cta.capacity / 2)",
+    BENT + "[row-(0,0,0,0,1)-unsorted]",
+)
+_mutation(
+    "few_ranked_and_no_more",
+    SELECT,
+    "bin.inside <= min(kSome, max(kFew, cta.capacity / 2))",
+    "bin.inside <= kFew",
+    CROWDS + RESIDENT,
     LEVELS + RESIDENT,
+    expect="green",
+    why="the select by key that others of a crowd take",
+)
+_mutation(
+    "ranks_of_some_where_they_are_read",
+    SELECT,
+    "    reinterpret_cast<uint32_t*>(cta.list() + inside)[threadIdx.x] = rank;\n",
+    "    reinterpret_cast<uint32_t*>(cta.list())[threadIdx.x] = rank;\n",
+    CROWDS + RESIDENT,
+)
+_mutation(
+    "some_ranked_among_themselves_too",
+    SELECT,
+    "rank += some[i] > one ? 1 : 0;",
+    "rank += some[i] >= one ? 1 : 0;",
+    CROWDS + RESIDENT,
+)
+_mutation(
+    "last_of_some_not_compared",
+    SELECT,
+    "    for (uint32_t i = 0; i < inside; ++i) rank += some[i]",
+    "    for (uint32_t i = 0; i + 1 < inside; ++i) rank += some[i]",
+    CROWDS + RESIDENT,
+)
+_mutation(
+    "high_end_of_a_range_from_some_words",
+    SELECT,
+    "    most = max(most, static_cast<int>(word));",
+    "    if (i % kLow == 0) most = max(most, static_cast<int>(word));",
+    FEW_NANS + "[row-(0,0,0,0,1)-f32]",
+    why="NaNs that are missed are in the lowest bin",
 )
 _mutation(
     "last_of_the_few_instead_of_the_rank",
@@ -1399,8 +1446,8 @@ _mutation(
 _mutation(
     "marked_words_ranked_against_k",
     SELECT,
-    "first, rank - bin.above);",
-    "first, rank);",
+    "  const uint32_t wanted = rank - bin.above;\n",
+    "  const uint32_t wanted = rank;\n",
     LEVELS + RESIDENT,
     LEVELS + LISTED,
 )
