@@ -591,6 +591,23 @@ __device__ __forceinline__ void RankPairs(const Cta& cta, uint32_t inside) {
   __syncthreads();
 }
 
+// The same for up to kSome words, with which the list begins, and which it has room for
+// twice: their ranks follow them. Two barriers.
+__device__ __forceinline__ void RankSome(const Cta& cta, uint32_t inside) {
+  __syncthreads();
+  Rest(cta);
+  // Each thread compares one with all.
+  const uint64_t* some = cta.list();
+  if (threadIdx.x < inside) {
+    const uint64_t one = some[threadIdx.x];
+    uint32_t rank = 0;
+#pragma unroll 8
+    for (uint32_t i = 0; i < inside; ++i) rank += some[i] > one ? 1 : 0;
+    reinterpret_cast<uint32_t*>(cta.list() + inside)[threadIdx.x] = rank;
+  }
+  __syncthreads();
+}
+
 // The end of a select: the `rank`-th largest of the words of which is_candidate says so,
 // `inside` <= kFew of them. `above` others are above all of them.
 template <typename Words, typename IsCandidate>
@@ -895,22 +912,6 @@ __device__ __forceinline__ uint32_t SelectedOf(uint32_t marked, const uint32_t* 
     if (ranks[first++] < wanted) selected |= marked & (0 - marked);
   }
   return selected;
-}
-
-// The same for `inside` <= kSome of them, with which the list begins. Their ranks follow
-// them: the list has room for two entries for each.
-__device__ __forceinline__ void RankSome(const Cta& cta, uint32_t inside) {
-  __syncthreads();
-  Rest(cta);
-  const uint64_t* some = cta.list();
-  if (threadIdx.x < inside) {
-    const uint64_t one = some[threadIdx.x];
-    uint32_t rank = 0;
-#pragma unroll 8
-    for (uint32_t i = 0; i < inside; ++i) rank += some[i] > one ? 1 : 0;
-    reinterpret_cast<uint32_t*>(cta.list() + inside)[threadIdx.x] = rank;
-  }
-  __syncthreads();
 }
 
 // Which of the words of this thread are among the `rank` largest of all, whose `bin` has
