@@ -1088,6 +1088,10 @@ __device__ __forceinline__ uint32_t CompactChunk(const Cta& cta,
 // list: first Start, then for each tile Take, look, and Next. What is on its way takes no
 // registers; and as few columns of a tile pass, each is fetched by its place in it.
 //
+// The L2 cache is told to drop what has been read before anything else, so samples stay
+// there, which were drawn before and are read again with the tiles, and what belongs to
+// others.
+//
 // Each warp is by itself: of a tile it has 2 KiB, 64 bytes a lane, which its lanes copy as
 // neighbours do. The 16 bytes with number v of a lane lie at v ^ (lane / 2 % 4) of its 64,
 // where lanes that read together meet no bank twice.
@@ -1105,8 +1109,10 @@ struct Stream {
   uint32_t own;     // the first 16 bytes of this lane
   uint32_t copies;  // where it copies to
   uint32_t place;   // of the next tile, from the first on
+  uint64_t policy;  // of the L2 cache: nobody reads a tile again
 
   __device__ __forceinline__ explicit Stream(const Cta& cta) : place(0) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     const uint32_t lane = threadIdx.x & 31;
     const uint32_t warp = static_cast<uint32_t>(__cvta_generic_to_shared(cta.list())) +
                           8 * cta.capacity + threadIdx.x / 32 * (32 * 64);
@@ -1114,9 +1120,11 @@ struct Stream {
     copies = warp + lane / 4 * 64 + (lane % 4 ^ lane / 8) * 16;
   }
 
-  static __device__ __forceinline__ void Copy(uint32_t to, const uint4* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
+  __device__ __forceinline__ void Copy(uint32_t to, const uint4* from) const {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+        "l"(from), "l"(policy)
+        : "memory");
   }
 
   // Asks for the tile of the vectors from `first` on.
