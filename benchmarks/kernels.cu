@@ -112,7 +112,7 @@ enum Scores {
   kTwoValues,
   kEvery32nd,    // the best are in every 32nd column
   kLatePlateau,  // 4 % of equal scores at the end of the row, half of them selected
-  kSampleHigh,   // the best are half of the columns that `row` and `split` sample
+  kSampleHigh,   // the best are in half of the groups that `row` and `split` sample
   kSampleLow,    // the least are the columns that they sample
   kNumScores,
 };
@@ -148,15 +148,16 @@ __device__ float Normal(uint64_t hash) {
   return radius * cospif(2 * ((hash & 0xFFFFFF) * 0x1p-24f));
 }
 
-// Which of 2048, 4096 or 8192 samples of a row the column is, or -1: one from each of so
-// many equal parts, at a hashed place. (DrawSample in select.cuh takes groups of four. Of
-// its groups 44 %, 58 % and all hold such a column, with 2048, 4096 and 8192 samples.)
-__device__ int64_t SampleAt(int64_t column, int64_t n) {
-  for (int log_samples = 11; log_samples <= 13; ++log_samples) {
-    const int64_t guess = (column << log_samples) / n;
+// Which group of a sample of 2048, 4096 or 8192 scores of a row the column is in, or -1
+// (DrawSample in select.cuh).
+__device__ int64_t GroupAt(int64_t column, int64_t n) {
+  const int64_t place = column / kSampleGroup;
+  const int64_t places = n / kSampleGroup;
+  for (int log_groups = 8; log_groups <= 10; ++log_groups) {
+    const int64_t guess = (place << log_groups) / places;
     for (int64_t i = guess; i <= guess + 1; ++i) {
       const int64_t jitter = (static_cast<uint32_t>(i) * 2654435761u) >> 16;
-      if ((i * n + (jitter * n >> 16)) >> log_samples == column) return i;
+      if ((i * places + (jitter * places >> 16)) >> log_groups == place) return i;
     }
   }
   return -1;
@@ -214,10 +215,10 @@ __global__ void Fill(void* to, int64_t count, int64_t n, ScoreType type, Scores 
         x = column > n - n / 25 ? 1 : 0.5f * Uniform(hash);
         break;
       case kSampleHigh:
-        x += SampleAt(column, n) % 2 == 0 ? 100 : 0;
+        x += column % kSampleGroup == 0 && GroupAt(column, n) % 2 == 0 ? 100 : 0;
         break;
       case kSampleLow:
-        x -= SampleAt(column, n) >= 0 ? 100 : 0;
+        x -= GroupAt(column, n) >= 0 ? 100 : 0;
         break;
       default:
         break;

@@ -83,6 +83,7 @@ inline constexpr int64_t kNumBins = 1024;       // of a histogram
 inline constexpr int64_t kScratchBytes = 1024;  // what Cta::Scratch may take
 // Of shared memory, that the driver keeps for each CTA.
 inline constexpr int64_t kReservedBytes = 1024;
+inline constexpr int64_t kSampleGroup = 8;  // neighbours that are sampled together
 inline constexpr int64_t kMinSamples = 2048;
 inline constexpr int64_t kMaxSamples = 8192;
 // A sample that k columns reach on average reaches further down by so many standard
@@ -484,7 +485,7 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
   // They may have to be put into the list.
   const int64_t most_samples = std::min(kMaxSamples, 2 * plan.capacity);
   plan.num_samples = geometry.num_samples > 0
-                         ? std::clamp<int64_t>(geometry.num_samples, 4, most_samples)
+                         ? std::clamp(geometry.num_samples, kSampleGroup, most_samples)
                          : NumSamples(n, k, plan.capacity);
   if (!known)
     plan.reason += "; the device is not known here, so this is the portable plan";

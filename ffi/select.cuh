@@ -1416,7 +1416,7 @@ struct Filter {
 // would put there on average by 6 standard deviations; neighbours, which may be alike,
 // are sampled together. (Rounding is of no interest here.)
 struct Sampling {
-  static constexpr uint32_t kGroup = 4;
+  static constexpr uint32_t kGroup = kSampleGroup;
 
   uint32_t log_groups;  // of kGroup neighbouring columns
   uint32_t rank;
@@ -1465,40 +1465,58 @@ struct SampleWords {
   }
 };
 
-// Draws a sample: one group from each of Groups() equal parts of the row, at a place within
-// the part that a hash of its number gives, so that there is no stride that a pattern
-// could meet. Groups are aligned, and read at once.
+// Where the groups of a sample are: one in each of Groups() equal parts of the row, at a
+// place within the part that a hash of its number gives, so that there is no stride that a
+// pattern could meet. They are aligned to their size, of 32 bytes at most, which memory
+// reads at once.
+template <typename Bits>
+struct SamplePlaces {
+  const Bits* first;  // of the row that a group may begin with
+  uint32_t num_whole;
+  uint32_t shift;
+
+  __device__ SamplePlaces(const Scores<Bits>& scores, const Bits* row, Columns columns,
+                          const Sampling& sampling)
+      : shift(sampling.log_groups) {
+    constexpr int kGroupBytes = Sampling::kGroup * sizeof(Bits);
+    const Vectors<Bits, kGroupBytes> vectors(scores, row, columns);
+    first = vectors.data + vectors.first_whole * Sampling::kGroup;
+    num_whole = vectors.num_whole;
+  }
+
+  // Group i.
+  __device__ __forceinline__ const Bits* operator()(uint32_t i) const {
+    // Its place as a fraction of the row, times 2^32.
+    const uint32_t jitter = i * 2654435761u;
+    const uint32_t fraction = shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;
+    const uint32_t place = __umulhi(fraction, num_whole);
+    return first + uint64_t{place} * Sampling::kGroup;
+  }
+};
+
 template <typename Bits>
 __device__ __forceinline__ void DrawSample(const Scores<Bits>& scores, const Bits* row,
                                            Columns columns, const Sampling& sampling,
                                            SampleWords* sample) {
-  constexpr int kGroupBytes = Sampling::kGroup * sizeof(Bits);
-  const Vectors<Bits, kGroupBytes> vectors(scores, row, columns);
-  const uint32_t shift = sampling.log_groups;
-  const Bits* first = vectors.data + vectors.first_whole * Sampling::kGroup;
+  const SamplePlaces<Bits> places(scores, row, columns, sampling);
+  constexpr uint32_t kPerVector = 16 / sizeof(Bits);
   sample->groups = sampling.Groups();
 #pragma unroll
   for (uint32_t j = 0; j < SampleWords::kGroups; ++j) {
     uint32_t* words = &sample->words[j * Sampling::kGroup];
     const uint32_t i = j * kThreads + threadIdx.x;
     if (i < sample->groups) {
-      // Its place as a fraction of the row, times 2^32.
-      const uint32_t jitter = i * 2654435761u;
-      const uint32_t fraction =
-          shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;
-      const uint32_t place = __umulhi(fraction, vectors.num_whole);
-      if constexpr (sizeof(Bits) == 4) {
-        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(first) + place);
-        words[0] = four.x;
-        words[1] = four.y;
-        words[2] = four.z;
-        words[3] = four.w;
-      } else {
-        const uint2 four = __ldcg(reinterpret_cast<const uint2*>(first) + place);
-        words[0] = four.x << 16;
-        words[1] = four.x & 0xFFFF0000u;
-        words[2] = four.y << 16;
-        words[3] = four.y & 0xFFFF0000u;
+      const uint4* group = reinterpret_cast<const uint4*>(places(i));
+#pragma unroll
+      for (uint32_t v = 0; v < Sampling::kGroup / kPerVector; ++v) {
+        const uint4 vector = __ldcg(group + v);
+        const uint32_t pairs[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; ++e) {
+          words[v * kPerVector + e] = sizeof(Bits) == 4 ? pairs[e]
+                                      : e % 2 == 0      ? pairs[e / 2] << 16
+                                                        : pairs[e / 2] & 0xFFFF0000u;
+        }
       }
     } else {
 #pragma unroll

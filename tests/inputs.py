@@ -49,9 +49,9 @@ def from_bits(rng, shape, dtype):
     )
 
 
-# Where the native implementations look for their sample: at four neighbours from each
-# of num_samples / 4 equal parts of a row, at a place that a hash of the part's number
-# gives.
+# Where the native implementations look for their sample: at four neighbours, or eight in
+# the CUDA kernels, from each of so many equal parts of a row, at a place that a hash of
+# the part's number gives.
 # Copied from the sources, since nothing else can mislead a sample; a test makes sure
 # that the copies have not fallen behind.
 
@@ -64,7 +64,8 @@ SAMPLERS_IN_THE_SOURCES = {
         "i = j * kThreads + threadIdx.x; if (i < sample->groups)",
         "jitter = i * 2654435761u;",
         "shift > 0 ? i << (32 - shift) | jitter >> shift : jitter;",
-        "place = __umulhi(fraction, vectors.num_whole);",
+        "place = __umulhi(fraction, num_whole);",
+        "return first + uint64_t{place} * Sampling::kGroup;",
         "first = vectors.data + vectors.first_whole * Sampling::kGroup;",
     ),
     "held_top_k.cu": (
@@ -89,7 +90,7 @@ def columns_that_cpu_samples(length, num_samples):
 
 def columns_that_cuda_samples(length, num_samples):
     """Those of a row that begins at a vector, as all do whose length divides by 8."""
-    group, shift = 4, (num_samples // 4).bit_length() - 1
+    group, shift = 8, (num_samples // 8).bit_length() - 1
     i = np.arange(1 << shift, dtype=np.uint64)
     jitter = i * np.uint64(2654435761) & np.uint64(2**32 - 1)
     fraction = i << np.uint64(32 - shift) | jitter >> np.uint64(shift)
