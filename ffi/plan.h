@@ -63,6 +63,7 @@ struct Plan {
   int64_t ctas_per_row = 0;  // most that share a row; short rows use fewer
   int64_t min_chunk = 0;     // columns below which a further CTA does not pay
   int64_t grid = 0;          // CTAs
+  int64_t at_once = 0;       // of `row`: CTAs that all SMs have room for
   int64_t capacity = 0;      // survivors that fit in shared memory
   int64_t num_samples = 0;   // most scores sampled for the threshold
   int64_t stages = 0;        // tiles on their way in shared memory; 0: in registers
@@ -450,8 +451,11 @@ inline Plan MakePlan(const Problem& problem, const Device& given,
                             " CTAs share each";
   }
   plan.num_threads = kThreads;
-  if (geometry.ctas_per_sm > 0 && plan.implementation == Implementation::kRow) {
-    plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
+  if (plan.implementation == Implementation::kRow) {
+    if (geometry.ctas_per_sm > 0) {
+      plan.ctas_per_sm = std::min<int64_t>(geometry.ctas_per_sm, 2);
+    }
+    plan.at_once = device.num_sms * plan.ctas_per_sm;
   }
 
   // Chunks are read through shared memory if that leaves a list as long as it would be, or

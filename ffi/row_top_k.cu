@@ -8,6 +8,9 @@
 //   2. A row that fits is loaded whole. A longer one is sampled for a threshold and
 //      read once, keeping what passes.
 //   3. Select exactly among what was kept; write it in order; pad.
+// If rows outnumber the CTAs that run at a time, a CTA that waits for its sample fetches
+// that of the row so many behind its own into the L2 cache: by the time that another CTA
+// needs it, it is there. Nobody relies on it.
 // No kernel of ours loops over rows: what the compiler then computes ahead for all of them
 // fills the registers, and the time of a row is that of its instructions (docs/design.md).
 
@@ -21,7 +24,8 @@ constexpr int kAllResident = -1;
 // `kStages`: of the stream of tiles; kAllResident: no row is too long for SelectResident.
 template <typename Bits, int kCtasPerSm, int kStages, bool kMaySort>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    RowTopK(const TopKParams params, uint32_t capacity, const WholeRows whole) {
+    RowTopK(const TopKParams params, uint32_t capacity, uint32_t at_once,
+            const WholeRows whole) {
   const Cta cta = {capacity};
   const int64_t row = blockIdx.x;
   if constexpr (kStages == kAllResident) {
@@ -43,13 +47,19 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   } else {
     const Row<Bits> entries(params, row);
-    SelectRow<kMaySort, true, kStages>(
-        cta, params, row, entries, entries.columns, whole, 0, [] {},
-        [](Reduced*, const Filter&) { return true; });
+    const auto fetch = [&] {
+      if (row + at_once >= params.rows) return;
+      const Row<Bits> later(params, row + at_once);
+      if (later.Resident(capacity)) return;
+      FetchSample(later.scores, later.data, later.columns, whole.sampling);
+    };
+    SelectRow<kMaySort, true, kStages>(cta, params, row, entries, entries.columns, whole,
+                                       0, fetch,
+                                       [](Reduced*, const Filter&) { return true; });
   }
 }
 
-using Kernel = void (*)(const TopKParams, uint32_t, const WholeRows);
+using Kernel = void (*)(const TopKParams, uint32_t, uint32_t, const WholeRows);
 
 // With all the registers of an SM a CTA can afford to have the sort in its code.
 template <typename Bits, int kStages>
@@ -102,7 +112,8 @@ cudaError_t LaunchRowTopK(const TopKParams& params, const Plan& plan,
   KernelFor(params.type, plan.ctas_per_sm, stages,
             params.sorted)<<<static_cast<unsigned>(plan.grid), kThreads,
                              plan.shared_memory_bytes, stream>>>(
-      params, static_cast<uint32_t>(plan.capacity), WholeRows(params, plan));
+      params, static_cast<uint32_t>(plan.capacity), static_cast<uint32_t>(plan.at_once),
+      WholeRows(params, plan));
   return cudaGetLastError();
 }
 

@@ -81,6 +81,12 @@ def answer(pages):
             bent.check(scores, k, None, starts, labels=labels)
             done += 1
             print(f"{done}: {bent}, {np.dtype(dtype).name}, right", flush=True)
+    # More rows than CTAs run at a time (of one an SM, on up to 160 SMs).
+    bent = Implementation("row", "cuda", (0, 0, 0, 0, 1))
+    scores = inputs.generator("rows").standard_normal((170, 8_300)).astype(np.float32)
+    bent.check(scores, k, np.arange(8_300 - 170, 8_300, dtype=np.int32))
+    done += 1
+    print(f"{done}: {bent}, {len(scores)} rows, right", flush=True)
     jax.clear_caches()
     print("all right", flush=True)
 

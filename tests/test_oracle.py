@@ -202,8 +202,11 @@ def test_the_adversaries_know_where_the_sources_sample(name):
 
 
 def test_a_sample_sees_what_the_adversaries_show_it():
-    n, run = 70_008, 4
-    for sampler in (inputs.columns_that_cpu_samples, inputs.columns_that_cuda_samples):
+    n = 70_008
+    for sampler, run in (
+        (inputs.columns_that_cpu_samples, 4),
+        (inputs.columns_that_cuda_samples, 8),
+    ):
         columns = sampler(n, 2048).astype(np.int64)
         part = np.arange(2048 // run + 1) * n // (2048 // run)
         first = columns[::run]

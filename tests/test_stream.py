@@ -237,3 +237,21 @@ def test_a_sample_of_ties_that_are_nowhere_else(bent, dtype):
         scores[row, sampled] = -2.5
         scores[row, rng.permutation(sampled)[:few]] = tie
     check(bent, scores.astype(dtype))
+
+
+ROWS_OF_ONE_CTA = _bent([("row", *one) for one in ROW])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@ROWS_OF_ONE_CTA
+def test_more_rows_than_run_at_a_time_are_exact(bent, dtype):
+    """The CTA of a row fetches the sample of one far behind it, if there is one."""
+    rows, n = 700, 2 * TILE + 11
+    rng = inputs.generator("rows behind others", np.dtype(dtype).name)
+    scores = rng.standard_normal((rows, n)).astype(dtype)
+    starts = rng.integers(-5, n, rows).astype(np.int32)
+    lengths = rng.integers(-5, n, rows).astype(np.int32)
+    lengths[::3] = n
+    starts[::2] = 0
+    check(bent, scores)
+    check(bent, scores, lengths, starts)

@@ -93,6 +93,7 @@ MANY_TILES = "test_stream.py::test_every_distribution_is_exact_in_rows_of_many_t
 PLACES = "test_stream.py::test_what_passes_may_lie_at_any_place_of_a_tile"
 ANY_SPECIAL = "test_stream.py::test_any_special_value_may_be_the_threshold"
 FULL_LISTS = "test_stream.py::test_a_list_is_full_in_the_first_tile_or_in_any_other"
+MORE_ROWS = "test_stream.py::test_more_rows_than_run_at_a_time_are_exact"
 TIES_OF_SAMPLE = "test_stream.py::test_a_sample_of_ties_that_are_nowhere_else"
 THREE_ON_THEIR_WAY = "[row-(0,0,0,0,1)-{}]"
 TWO_ON_THEIR_WAY = "[row-(0,0,0,0,2)-{}]"
@@ -312,7 +313,7 @@ _mutation(
     "reduced = SelectExactly(cta, entries.Of(entries.columns), k);",
     "return;",
     BENT + "[row-(0,1,1,0,0)-unsorted]",
-    why="a row that descends, of which the first four columns are the sample",
+    why="a row that descends, of which the first eight columns are the sample",
 )
 _mutation(
     "bins_that_do_not_begin_behind_the_lowest_word",
@@ -696,6 +697,13 @@ _mutation(
     "busy = first + threadIdx.x / 32 * (32 * kVectors) < from.size;",
     "busy = first + (threadIdx.x / 32 + 1) * (32 * kVectors) <= from.size;",
     BENT + "[row-(0,0,0,0,1)-sorted]",
+)
+_mutation(
+    "only_as_many_ctas_as_run_at_a_time",
+    ROW,
+    "<<<static_cast<unsigned>(plan.grid), kThreads,",
+    "<<<static_cast<unsigned>(std::min(plan.grid, plan.at_once)), kThreads,",
+    MORE_ROWS + "[row-(0,0,0,0,1)-f32]",
 )
 _mutation(
     "tile_read_twice_and_the_next_never",
