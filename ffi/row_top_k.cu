@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       if (later.Resident(capacity)) return;
       FetchSample(later.scores, later.data, later.columns, whole.sampling);
     };
-    SelectRow<kMaySort, true, kStages>(cta, params, row, entries, entries.columns, whole,
-                                       0, fetch,
+    SelectRow<kMaySort, true, kStages>(cta, params, row, entries, entries.columns,
+                                       whole, 0, fetch,
                                        [](Reduced*, const Filter&) { return true; });
   }
 }

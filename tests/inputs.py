@@ -49,9 +49,9 @@ def from_bits(rng, shape, dtype):
     )
 
 
-# Where the native implementations look for their sample: at four neighbours, or eight in
-# the CUDA kernels, from each of so many equal parts of a row, at a place that a hash of
-# the part's number gives.
+# Where the native implementations look for their sample: at four neighbours (eight in
+# the CUDA kernels that filter) from each of so many equal parts of a row, at a place
+# that a hash of the part's number gives.
 # Copied from the sources, since nothing else can mislead a sample; a test makes sure
 # that the copies have not fallen behind.
 
