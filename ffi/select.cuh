@@ -116,6 +116,17 @@ __device__ __forceinline__ Bits Narrow(uint32_t word) {
   return static_cast<Bits>(sizeof(Bits) == 4 ? word : word >> 16);
 }
 
+// Score e, a constant, of 16 bytes of them, as a word.
+template <typename Bits>
+__device__ __forceinline__ uint32_t WordIn(const uint4& vector, int e) {
+  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+  if constexpr (sizeof(Bits) == 4) {
+    return words[e];
+  } else {
+    return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;
+  }
+}
+
 __device__ __forceinline__ uint32_t KeyOf(uint32_t word) {
   return OrderedKey<uint32_t>(word);
 }
@@ -409,12 +420,7 @@ struct Tile {
 
   // Word e of vector u; both are constants.
   __device__ __forceinline__ uint32_t Word(int u, int e) const {
-    const uint32_t words[4] = {vectors[u].x, vectors[u].y, vectors[u].z, vectors[u].w};
-    if constexpr (sizeof(Bits) == 4) {
-      return words[e];
-    } else {
-      return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;
-    }
+    return WordIn<Bits>(vectors[u], e);
   }
 
   // Word i of this thread, which need not be a constant.
@@ -1471,9 +1477,9 @@ struct SampleWords {
 // reads at once.
 template <typename Bits>
 struct SamplePlaces {
-  const Bits* first;  // of the row that a group may begin with
-  uint32_t num_whole;
-  uint32_t shift;
+  const Bits* first;   // column of the row that a group may begin with
+  uint32_t num_whole;  // groups that the row holds
+  uint32_t shift;      // log2 of those of the sample
 
   __device__ SamplePlaces(const Scores<Bits>& scores, const Bits* row, Columns columns,
                           const Sampling& sampling)
@@ -1499,7 +1505,7 @@ __device__ __forceinline__ void DrawSample(const Scores<Bits>& scores, const Bit
                                            Columns columns, const Sampling& sampling,
                                            SampleWords* sample) {
   const SamplePlaces<Bits> places(scores, row, columns, sampling);
-  constexpr uint32_t kPerVector = 16 / sizeof(Bits);
+  constexpr uint32_t kPerVector = Vectors<Bits>::kPerVector;
   sample->groups = sampling.Groups();
 #pragma unroll
   for (uint32_t j = 0; j < SampleWords::kGroups; ++j) {
@@ -1510,12 +1516,9 @@ __device__ __forceinline__ void DrawSample(const Scores<Bits>& scores, const Bit
 #pragma unroll
       for (uint32_t v = 0; v < Sampling::kGroup / kPerVector; ++v) {
         const uint4 vector = __ldcg(group + v);
-        const uint32_t pairs[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; ++e) {
-          words[v * kPerVector + e] = sizeof(Bits) == 4 ? pairs[e]
-                                      : e % 2 == 0      ? pairs[e / 2] << 16
-                                                        : pairs[e / 2] & 0xFFFF0000u;
+          words[v * kPerVector + e] = WordIn<Bits>(vector, e);
         }
       }
     } else {

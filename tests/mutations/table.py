@@ -1925,10 +1925,10 @@ for _where, _name in (("cpu", "cpu"), ("gpu", "row")):
 _mutation(
     "minus_zero_merged_with_zero_in_16_bit_words",
     SELECT,
-    "      return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;",
-    "      const uint32_t word =\n"
-    "          e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;\n"
-    "      return word == 0x80000000u ? 0 : word;",
+    "    return e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;",
+    "    const uint32_t word =\n"
+    "        e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u;\n"
+    "    return word == 0x80000000u ? 0 : word;",
     "test_geometry.py::test_every_16_bit_distribution_is_exact_under_a_bent_geometry"
     "[row-(0,1,1,0,0)-bfloat16]",
 )
