@@ -89,7 +89,7 @@ def columns_that_cpu_samples(length, num_samples):
 
 
 def columns_that_cuda_samples(length, num_samples):
-    """Those of a row that begins at a vector, as all do whose length divides by 8."""
+    """Those of a row that begins at a group, as all do whose length divides by 8."""
     group, shift = 8, (num_samples // 8).bit_length() - 1
     i = np.arange(1 << shift, dtype=np.uint64)
     jitter = i * np.uint64(2654435761) & np.uint64(2**32 - 1)
